@@ -1,0 +1,115 @@
+"""The attention contract: plan once per step, run once per layer.
+
+Shape letters: T tokens, D decode tokens, P prefill tokens, N heads, B requests.
+
+The first ``num_decodes`` requests of a batch are decodes on the absorb path (queries projected into
+the latent space, one latent row per cached token); the others are prefill chunks on the expand path
+(keys and values rebuilt from the latent). Both give the same result within rounding.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+BLOCK_SIZE = 64  # tokens per cache block; FlashMLA's dense decode accepts no other page size
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """Sizes of one model's MLA attention on this rank."""
+
+    num_heads: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    qk_rope_head_dim: int
+    v_head_dim: int
+    softmax_scale: float
+    dtype: torch.dtype
+
+    @property
+    def latent_dim(self) -> int:
+        """Values cached per token and layer: the compressed latent, then the rotated key part."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """What one step attends to, in token order: decodes first, then prefill chunks.
+
+    query_lens: new tokens per request. context_lens: tokens already in the cache before this step.
+    block_tables: cache blocks per request, enough for context plus query.
+    num_padded_tokens: T of the step's tensors; rows past ``sum(query_lens)`` are padding.
+    """
+
+    num_decodes: int
+    query_lens: list[int]
+    context_lens: list[int]
+    block_tables: list[list[int]]
+    num_padded_tokens: int
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.query_lens)
+
+    @property
+    def num_decode_tokens(self) -> int:
+        return sum(self.query_lens[: self.num_decodes])
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What every backend's plan says about a step; the rest of it is the backend's own.
+
+    num_tokens: real tokens, of which the first ``num_decode_tokens`` take the absorb path.
+    """
+
+    num_tokens: int
+    num_decode_tokens: int
+
+
+class AttentionBackend(ABC):
+    """Runs the attention core of every layer over a plan made once per step."""
+
+    @abstractmethod
+    def __init__(self, spec: AttentionSpec, *, device: torch.device | str) -> None:
+        """device: where the tensors of every step live. ValueError when the spec is unsupported."""
+
+    @classmethod
+    @abstractmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        """None when this backend can serve the spec, else the reason why not."""
+
+    @abstractmethod
+    def plan(self, batch: AttentionBatch) -> AttentionPlan:
+        """Everything about the step that does not depend on the layer.
+
+        Cache positions past a request's context and new tokens, entries of its block table past
+        the blocks these need, and blocks of nobody are never read: they may hold NaN.
+        """
+
+    @abstractmethod
+    def decode(self, *, q: torch.Tensor, cache: torch.Tensor, plan: Any) -> torch.Tensor:
+        """Absorb path. q ``[D, N, latent_dim]``, one layer's cache ``[blocks, 64, 1, latent_dim]``.
+
+        Returns ``[D, N, kv_lora_rank]``. The new tokens' latents are already in the cache; query j
+        of a request sees cache positions up to and including its own.
+        """
+
+    @abstractmethod
+    def prefill(
+        self,
+        *,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        cache: torch.Tensor,
+        w_kv_b: torch.Tensor,
+        plan: Any,
+    ) -> torch.Tensor:
+        """Expand path. q ``[P, N, nope + rope]``, latent of the new tokens ``[P, latent_dim]``.
+
+        w_kv_b: ``[N, nope + v, kv_lora_rank]`` rebuilds keys and values from latents. Cached
+        context is read from ``cache`` in bounded chunks merged by log-sum-exp.
+        Returns ``[P, N, v_head_dim]``.
+        """

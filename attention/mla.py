@@ -1,0 +1,127 @@
+"""Multi-head latent attention of one layer: absorb path for decodes, expand path for prefills.
+
+Shape letters: T tokens (padding included), n real tokens, D decode tokens, N heads, H hidden,
+C kv_lora_rank, P qk_nope_head_dim, V v_head_dim.
+
+With k = W_UK c and v = W_UV c for a cached latent c, a score is (W_UK^T q) . c and an output is
+W_UV (sum of p c): decodes move W_UK to the query and W_UV behind the sum and never rebuild keys,
+which reads one latent row per cached token instead of N keys and values. Prefills, which meet each
+cached token with many queries, rebuild keys and values because their smaller heads cost less
+arithmetic. Both read the same cache.
+
+Projections are callables of the model; nothing here knows how weights are stored or multiplied.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+
+from attention.base import AttentionBackend, AttentionPlan, AttentionSpec
+from attention.latent_cache import LatentCache
+
+Projection = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Rotation(Protocol):
+    """What MLA needs of a rotary embedding: rotate ``[T, N, rope]`` or ``[T, rope]``."""
+
+    def apply(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
+
+
+class MLA:
+    """One layer's attention.
+
+    q: ``[T, H]`` -> ``[T, N, P + rope]``. kv_a: ``[T, H]`` -> ``[T, C + rope]``, the raw latent.
+    kv_a_norm: the norm of its first C values. o_proj: ``[T, N * V]`` -> ``[T, H]``.
+    w_kv_b: ``[N, P + V, C]``, of every head W_UK above W_UV; kept, not copied.
+    """
+
+    def __init__(
+        self,
+        *,
+        spec: AttentionSpec,
+        backend: AttentionBackend,
+        q: Projection,
+        kv_a: Projection,
+        kv_a_norm: Projection,
+        o_proj: Projection,
+        rope: Rotation,
+        w_kv_b: torch.Tensor,
+    ) -> None:
+        rows = spec.qk_nope_head_dim + spec.v_head_dim
+        if w_kv_b.shape != (spec.num_heads, rows, spec.kv_lora_rank):
+            expected = (spec.num_heads, rows, spec.kv_lora_rank)
+            raise ValueError(f"w_kv_b must be {expected}, got {tuple(w_kv_b.shape)}")
+        self.spec = spec
+        self.backend = backend
+        self.q, self.kv_a, self.kv_a_norm, self.o_proj = q, kv_a, kv_a_norm, o_proj
+        self.rope = rope
+        self.w_kv_b = w_kv_b
+        w_uk, w_uv = w_kv_b.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
+        # Both products run over heads with the weight as the transpose of a row-major matrix,
+        # the layout small batches are fastest in on CPUs; W_UV has it already.
+        self._w_uk = w_uk.transpose(1, 2).contiguous().transpose(1, 2)  # [N, P, C]
+        self._w_uv = w_uv.transpose(1, 2)  # [N, C, V]
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: LatentCache,
+        layer_idx: int,
+        slot_mapping: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """x ``[T, H]`` -> ``[T, H]``; stores the new tokens' latents in the cache first.
+
+        cos, sin: ``[T, rope / 2]``. slot_mapping: int64 ``[T]``, the token's place in the cache.
+        Rows past the plan's real tokens are padding: never read (they may hold NaN), zero in the
+        result, and nothing is stored for them.
+        """
+        num_padding = x.shape[0] - plan.num_tokens
+        if num_padding:
+            x, cos, sin, slot_mapping = (t[: plan.num_tokens] for t in (x, cos, sin, slot_mapping))
+        if plan.num_tokens == 0:
+            return x.new_zeros(num_padding, x.shape[1])
+        latent = self._latent(x, cos, sin)
+        cache.write(layer_idx, slot_mapping, latent)
+        heads = self._attend(self.q(x), cos, sin, latent, cache.layer(layer_idx), plan)
+        out = self.o_proj(heads.flatten(1))
+        return F.pad(out, (0, 0, 0, num_padding)) if num_padding else out
+
+    def _latent(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """``[n, C + rope]``: what is cached, normed and rotated."""
+        raw, key = self.kv_a(x).split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=-1)
+        return torch.cat([self.kv_a_norm(raw), self.rope.apply(key, cos, sin)], dim=-1)
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        latent: torch.Tensor,
+        cache: torch.Tensor,
+        plan: AttentionPlan,
+    ) -> torch.Tensor:
+        """q ``[n, N, P + rope]`` not yet rotated -> ``[n, N, V]``."""
+        split = plan.num_decode_tokens
+        q_nope, q_rope = q.split([self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim], dim=-1)
+        q_rope = self.rope.apply(q_rope, cos, sin)
+        parts = []
+        if split:
+            absorbed = torch.bmm(q_nope[:split].transpose(0, 1), self._w_uk).transpose(0, 1)
+            query = torch.cat([absorbed, q_rope[:split]], dim=-1)  # [D, N, C + rope]
+            summed = self.backend.decode(q=query, cache=cache, plan=plan)  # [D, N, C]
+            parts.append(torch.bmm(summed.transpose(0, 1), self._w_uv).transpose(0, 1))
+        if split < plan.num_tokens:
+            query = torch.cat([q_nope[split:], q_rope[split:]], dim=-1)
+            parts.append(
+                self.backend.prefill(
+                    q=query, latent=latent[split:], cache=cache, w_kv_b=self.w_kv_b, plan=plan
+                )
+            )
+        return parts[0] if len(parts) == 1 else torch.cat(parts)

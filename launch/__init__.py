@@ -1,0 +1,1 @@
+"""Starting the engine: command line, HTTP server, cluster placement, planning."""

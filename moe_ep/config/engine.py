@@ -1,0 +1,254 @@
+"""Every user flag, what it may be, and what "auto" becomes. The one place of validation.
+
+The command line and docs/flags.md are generated from the fields of ``EngineConfig``. Problems are
+collected, never raised one by one: ``validate`` and ``moe-ep check`` show all of them. Whether a
+backend can serve these sizes is asked from the backend (its ``supports``), not answered here.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moe_ep.config.checks import find_problems
+from moe_ep.config.model import ModelConfig
+from moe_ep.config.problems import ConfigError, Problem
+
+
+def flag(
+    default: Any = dataclasses.MISSING,
+    *,
+    help: str,
+    scope: str | None = None,
+    sglang: str | None = None,
+    vllm: str | None = None,
+    choices: Sequence[str] | None = None,
+) -> Any:
+    """A field of ``EngineConfig`` with what the command line and the docs say about it.
+
+    help: one sentence without its scope. scope: ``per rank`` or ``total`` for counts. sglang, vllm:
+    the equivalent flag there, None when there is none. choices: the valid names.
+    """
+    names = tuple(choices) if choices else None
+    metadata = {"help": help, "scope": scope, "sglang": sglang, "vllm": vllm, "choices": names}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+class Choice(NamedTuple):
+    """One setting that was left open, what it became and why; for the start-up log."""
+
+    field: str
+    value: object
+    reason: str
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What the user asked for. ``resolve`` gives what will run."""
+
+    model: str = flag(
+        help="Directory of a Hugging Face checkpoint, or the name of a built-in geometry.",
+        sglang="--model-path",
+        vllm="--model",
+    )
+    tokenizer: str | None = flag(
+        None,
+        help="Directory of the tokenizer; the model's by default.",
+        sglang="--tokenizer-path",
+        vllm="--tokenizer",
+    )
+    served_model_name: str | None = flag(
+        None,
+        help="Name of the model in the HTTP API; the model argument by default.",
+        sglang="--served-model-name",
+        vllm="--served-model-name",
+    )
+    load_format: str = flag(
+        "auto",
+        help="Where weights come from; dummy makes random ones of the right shapes.",
+        sglang="--load-format",
+        vllm="--load-format",
+        choices=("auto", "safetensors", "dummy"),
+    )
+    dtype: str = flag(
+        "auto",
+        help="Compute type; auto is float32 for float32 checkpoints, else bfloat16.",
+        sglang="--dtype",
+        vllm="--dtype",
+        choices=("auto", "bfloat16", "float32"),
+    )
+    seed: int = flag(
+        0,
+        help="Seed of dummy weights and of requests that bring none.",
+        sglang="--random-seed",
+        vllm="--seed",
+    )
+    ep_size: int = flag(
+        1,
+        help="Ranks that share the routed experts.",
+        scope="total",
+        sglang="--ep-size",
+        vllm="--data-parallel-size with --enable-expert-parallel",
+    )
+    attn_dp_size: int | None = flag(
+        None,
+        help="Groups of ranks that hold different requests; the EP size by default.",
+        scope="total",
+        sglang="--dp-size with --enable-dp-attention",
+        vllm="--data-parallel-size",
+    )
+    ep_num_redundant_experts: int = flag(
+        0,
+        help="Extra expert slots per layer for replicas of hot experts.",
+        scope="total",
+        sglang="--ep-num-redundant-experts",
+        vllm="--eplb-config num_redundant_experts",
+    )
+    ep_dispatch_dtype: str = flag(
+        "auto",
+        help="Type of tokens on their way to experts; auto is fp8 under bfloat16, else float32.",
+        choices=("auto", "fp8", "bfloat16", "float32"),
+    )
+    moe_a2a_backend: str = flag(
+        "auto",
+        help="How tokens reach their experts.",
+        sglang="--moe-a2a-backend",
+        vllm="--all2all-backend",
+        choices=("auto", "local", "collective"),
+    )
+    deepep_mode: str = flag(
+        "auto",
+        help="Exchange mode; auto is low_latency in steps where no rank prefills, else normal.",
+        sglang="--deepep-mode",
+        choices=("auto", "normal", "low_latency"),
+    )
+    moe_runner_backend: str = flag(
+        "auto",
+        help="Grouped GEMM of the experts.",
+        sglang="--moe-runner-backend",
+        vllm="--moe-backend",
+        choices=("auto", "torch"),
+    )
+    attention_backend: str = flag(
+        "auto",
+        help="Attention kernels.",
+        sglang="--attention-backend",
+        vllm="--attention-backend",
+        choices=("auto", "torch"),
+    )
+    max_model_len: int | None = flag(
+        None,
+        help="Most tokens of one request, prompt and output; the model's limit by default.",
+        sglang="--context-length",
+        vllm="--max-model-len",
+    )
+    max_num_seqs: int = flag(
+        64,
+        help="Most requests in one step.",
+        scope="per rank",
+        sglang="--max-running-requests",
+        vllm="--max-num-seqs",
+    )
+    max_num_batched_tokens: int = flag(
+        2048,
+        help="Most tokens in one step; longer prompts are prefilled in chunks.",
+        scope="per rank",
+        sglang="--chunked-prefill-size",
+        vllm="--max-num-batched-tokens",
+    )
+    num_kv_blocks: int | None = flag(
+        None,
+        help="Cache blocks of 64 tokens; from the free memory by default.",
+        scope="per rank",
+        sglang="--max-total-tokens",
+        vllm="--num-gpu-blocks-override",
+    )
+    gpu_memory_utilization: float = flag(
+        0.9,
+        help="Share of the device's memory to use, weights included.",
+        scope="per rank",
+        sglang="--mem-fraction-static",
+        vllm="--gpu-memory-utilization",
+    )
+    kv_cache_dtype: str = flag(
+        "auto",
+        help="Type of cached latents; auto is the compute type.",
+        sglang="--kv-cache-dtype",
+        vllm="--kv-cache-dtype",
+        choices=("auto", "bfloat16", "float32"),
+    )
+    enforce_eager: bool = flag(
+        False,
+        help="Never capture graphs.",
+        sglang="--disable-cuda-graph",
+        vllm="--enforce-eager",
+    )
+    cuda_graph_bs: tuple[int, ...] | None = flag(
+        None,
+        help="Token counts of decode steps that are captured as graphs, in rising order.",
+        scope="per rank",
+        sglang="--cuda-graph-bs",
+        vllm="--cudagraph-capture-sizes",
+    )
+    watchdog_timeout_s: float = flag(
+        30.0,
+        help="Seconds after which any wait between ranks fails and names the state of all ranks.",
+        sglang="--watchdog-timeout",
+        vllm="--distributed-timeout-seconds",
+    )
+
+    def compute_dtype(self, model: ModelConfig) -> str:
+        """The compute type: as given, or by the checkpoint's weights."""
+        if self.dtype != "auto":
+            return self.dtype
+        return "float32" if model.dtype == "float32" and not model.quantization else "bfloat16"
+
+    def resolve(self, model: ModelConfig) -> tuple["EngineConfig", list[Choice]]:
+        """A config with nothing left open, and each choice with its reason.
+
+        What cannot be known before a step or before the device is seen stays: ``deepep_mode`` auto
+        (per step), ``num_kv_blocks`` None (from memory), ``tokenizer`` None (token ids only).
+        Expects that ``find_problems`` found none.
+        """
+        choices: list[Choice] = []
+
+        def settle(name: str, value: object, reason: str) -> None:
+            if getattr(self, name) in (None, "auto"):
+                choices.append(Choice(name, value, reason))
+
+        dtype = self.compute_dtype(model)
+        weights = model.quantization or model.dtype
+        many = self.ep_size > 1
+        settle("dtype", dtype, f"the checkpoint holds {weights} weights")
+        settle("load_format", "safetensors", "weights are read from the model's directory")
+        settle("served_model_name", self.model, "no other name was given")
+        settle("attn_dp_size", self.ep_size, "every rank holds its own requests")
+        payload = "fp8" if dtype == "bfloat16" else "float32"
+        settle("ep_dispatch_dtype", payload, f"the compute type is {dtype}")
+        backend = "collective" if many else "local"
+        settle("moe_a2a_backend", backend, f"{self.ep_size} rank{'s' if many else ''}")
+        settle("moe_runner_backend", "torch", "the only one that runs on this device")
+        settle("attention_backend", "torch", "the only one that runs on this device")
+        settle("max_model_len", model.max_position_embeddings, "max_position_embeddings")
+        settle("kv_cache_dtype", dtype, "the compute type")
+        settle("cuda_graph_bs", (), "the torch backends run without graphs")
+        if (Path(self.model) / "tokenizer_config.json").exists():
+            settle("tokenizer", self.model, "the model's directory has one")
+        settled: dict[str, Any] = {choice.field: choice.value for choice in choices}
+        return dataclasses.replace(self, **settled), choices
+
+
+def validate(engine: EngineConfig) -> ModelConfig:
+    """Read the model's config; ConfigError with every problem of the model and of the flags."""
+    problems: list[Problem] = []
+    model = None
+    if isinstance(engine.model, str):
+        try:
+            model = ModelConfig.from_path(engine.model)
+        except ConfigError as error:
+            problems += error.problems
+    problems += find_problems(engine, model)
+    if problems or model is None:
+        raise ConfigError(problems)
+    return model

@@ -1,0 +1,71 @@
+"""One rank holds all slots: no communication, the same layouts and the same quantised payload.
+
+Shape letters: T tokens, K choices per token, S slots, H hidden.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.distributed import ProcessGroup
+
+from moe_ep.dispatch.base import Dispatched, Dispatcher, DispatchSpec, Mode, Pending, Ready
+from moe_ep.dispatch.layout import (
+    Entries,
+    LayoutBuffer,
+    encode_rows,
+    place,
+    sum_order,
+    weighted_sums,
+)
+from moe_ep.dispatch.routing import check_outputs, read_choices, spec_problem
+
+
+@dataclass(frozen=True)
+class _Handle:
+    num_tokens: int
+    entries: Entries
+    positions: np.ndarray
+
+
+class LocalDispatcher(Dispatcher):
+    """The dispatcher of an engine with EP size 1."""
+
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None = None) -> None:
+        if (problem := self.supports(spec)) is not None:
+            raise ValueError(problem)
+        self.spec = spec
+
+    @classmethod
+    def supports(cls, spec: DispatchSpec) -> str | None:
+        if spec.num_ranks != 1:
+            return f"num_ranks: {spec.num_ranks} given, local serves one rank only"
+        return spec_problem(spec)
+
+    def dispatch(
+        self, *, x: torch.Tensor, topk_slots: torch.Tensor, topk_weights: torch.Tensor, mode: Mode
+    ) -> Pending[Dispatched]:
+        spec = self.spec
+        choices = read_choices(
+            x=x, topk_slots=topk_slots, topk_weights=topk_weights, mode=mode, spec=spec
+        )
+        entries = Entries(choices.tokens, choices.slots, choices.weights)
+        places = place(entries, spec, mode)
+        buffer = LayoutBuffer(spec, mode, places, x.device)
+        if len(entries.rows):
+            rows, scales = encode_rows(x[: entries.rows[-1] + 1], spec.payload_dtype)
+            buffer.fill(places.positions, rows, scales, entries.rows)
+        return Ready(buffer.finish(_Handle(len(x), entries, places.positions)))
+
+    def combine(self, *, y: torch.Tensor, dispatched: Dispatched) -> Pending[torch.Tensor]:
+        check_outputs(y, dispatched, self.spec)
+        handle: _Handle = dispatched.handle
+        entries = handle.entries
+        starts = sum_order(entries.rows, handle.num_tokens)
+        values = y.reshape(-1, self.spec.hidden)
+        return Ready(
+            weighted_sums(values, handle.positions, starts, entries.weights, self.spec.out_dtype)
+        )
+
+    def destroy(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,236 @@
+"""Puts one rank's engine together: backends, placement, weights, cache, scheduler.
+
+Everything that is decided once, at start, is decided here, and each choice is kept with its reason.
+"""
+
+import logging
+from dataclasses import dataclass
+
+import psutil
+import torch
+
+from attention import BLOCK_SIZE, AttentionBackend, LatentCache, create_attention
+from eplb.placement import Placement
+from moe_ep.config import Choice, EngineConfig, ModelConfig, validate
+from moe_ep.dispatch import Dispatcher, DispatchSpec, create_dispatcher
+from moe_ep.engine.admission import AdmissionLimits
+from moe_ep.engine.kv_blocks import BlockPool, blocks_needed
+from moe_ep.engine.runner import Runner
+from moe_ep.engine.sampler import Sampler
+from moe_ep.engine.scheduler import Scheduler
+from moe_ep.engine.step_shape import StepRules
+from moe_ep.engine.step_sync import GroupSync, LocalSync, StepSync
+from moe_ep.engine.world import World
+from moe_ep.experts import Experts, ExpertSpec, create_experts
+from moe_ep.model.build import DecoderParts, attention_spec, build_decoder
+from moe_ep.model.decoder import Decoder
+from moe_ep.model.loader import CheckpointSource, progress_bar
+from moe_ep.model.weights import DummySource, LoadReport
+from moe_ep.progress import Progress
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "fp8": torch.float8_e4m3fn,
+    "bfloat16": torch.bfloat16,
+    "float32": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class EngineInfo:
+    """What the front end needs to know of a rank that has started.
+
+    limits: what the rank can hold. kv_cache_bytes: reserved for it. choices: settings that were
+    left open, what they became and why.
+    """
+
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    limits: AdmissionLimits
+    kv_cache_bytes: int
+    choices: list[Choice]
+    load_report: LoadReport
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """The parts of one rank's engine, ready to run."""
+
+    info: EngineInfo
+    scheduler: Scheduler
+    pool: BlockPool
+    runner: Runner
+    decoder: Decoder
+    dispatcher: Dispatcher
+    sync: StepSync
+    step_rules: StepRules
+    progress: Progress
+
+
+def assemble(config: EngineConfig, world: World) -> Assembly:
+    """Choose backends, load this rank's share, size the cache. Collective.
+
+    Raises ConfigError or LoadError with everything that is wrong at once.
+    """
+    model = validate(config)
+    config, choices = config.resolve(model)
+    if world.rank == 0:
+        for choice in choices:
+            logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
+    return _Assembler(config, model, world, choices).assemble()
+
+
+class _Assembler:
+    """Carries what the steps of ``assemble`` share; ``config`` is resolved."""
+
+    def __init__(
+        self, config: EngineConfig, model: ModelConfig, world: World, choices: list[Choice]
+    ) -> None:
+        self.config = config
+        self.model = model
+        self.world = world
+        self.choices = choices
+        self.dtype = DTYPES[config.dtype]
+        self.progress = Progress(stage="loading")
+        self.rules = StepRules(
+            deepep_mode=config.deepep_mode,
+            capacity=config.max_num_seqs,
+            buckets=config.cuda_graph_bs or (),
+        )
+        self.placement = Placement.trivial(
+            num_layers=model.num_moe_layers,
+            num_experts=model.num_experts,
+            num_ranks=config.ep_size,
+            num_redundant=config.ep_num_redundant_experts,
+        )
+
+    def assemble(self) -> Assembly:
+        spec = attention_spec(self.model, self.dtype)
+        attention = create_attention(self.config.attention_backend, spec)
+        dispatcher = self._dispatcher()
+        decoder, report = self._load(attention, dispatcher)
+        cache = self._cache()
+        pool = BlockPool(cache.num_blocks)
+        scheduler = self._scheduler(pool)
+        return Assembly(
+            info=EngineInfo(
+                vocab_size=self.model.vocab_size,
+                eos_token_ids=self.model.eos_token_ids,
+                limits=scheduler.limits,
+                kv_cache_bytes=cache.tensor.nbytes,
+                choices=self.choices,
+                load_report=report,
+            ),
+            scheduler=scheduler,
+            pool=pool,
+            runner=Runner(
+                decoder=decoder,
+                cache=cache,
+                attention=attention,
+                sampler=Sampler(self.model.eos_token_ids),
+            ),
+            decoder=decoder,
+            dispatcher=dispatcher,
+            sync=self._sync(),
+            step_rules=self.rules,
+            progress=self.progress,
+        )
+
+    def _dispatcher(self) -> Dispatcher:
+        spec = DispatchSpec(
+            hidden=self.model.hidden_size,
+            num_topk=self.model.num_experts_per_tok,
+            num_ranks=self.config.ep_size,
+            num_slots_per_rank=self.placement.num_slots_per_rank,
+            max_tokens_per_rank=self.config.max_num_batched_tokens,
+            capacity=self.rules.capacity,
+            payload_dtype=DTYPES[self.config.ep_dispatch_dtype],
+            out_dtype=self.dtype,
+            row_alignment=self._new_experts().row_alignment,
+        )
+        return create_dispatcher(self.config.moe_a2a_backend, spec, self.world.group)
+
+    def _new_experts(self) -> Experts:
+        spec = ExpertSpec(
+            num_slots=self.placement.num_slots_per_rank,
+            hidden=self.model.hidden_size,
+            intermediate=self.model.moe_intermediate_size,
+            dtype=self.dtype,
+            is_fp8=self.model.quantization == "fp8",
+        )
+        return create_experts(self.config.moe_runner_backend, spec)
+
+    def _load(
+        self, attention: AttentionBackend, dispatcher: Dispatcher
+    ) -> tuple[Decoder, LoadReport]:
+        parts = DecoderParts(
+            dtype=self.dtype,
+            attention=attention,
+            dispatcher=dispatcher,
+            make_experts=self._new_experts,
+            placement=self.placement,
+            rank=self.world.rank,
+            progress=self.progress,
+        )
+        if self.config.load_format == "dummy":
+            dummy = DummySource(self.model, self.config.seed)
+            return build_decoder(self.model, dummy, parts), dummy.report()
+        source = CheckpointSource(self.config.model, self.model)
+        layers = range(self.model.num_moe_layers)
+        experts = [self.placement.local_experts(layer, self.world.rank) for layer in layers]
+        with progress_bar(source, experts, is_shown=self.world.rank == 0):
+            decoder = build_decoder(self.model, source, parts)
+        logger.info("rank %d: %s", self.world.rank, source.report())
+        return decoder, source.report()
+
+    def _cache(self) -> LatentCache:
+        dtype = DTYPES[self.config.kv_cache_dtype]
+        num_layers, latent_dim = self.model.num_layers, self.model.latent_dim
+        num_blocks = self.config.num_kv_blocks or self._blocks_that_fit(
+            LatentCache.bytes_per_block(num_layers=num_layers, latent_dim=latent_dim, dtype=dtype)
+        )
+        return LatentCache(
+            num_layers=num_layers, num_blocks=num_blocks, latent_dim=latent_dim, dtype=dtype
+        )
+
+    def _blocks_that_fit(self, bytes_per_block: int) -> int:
+        """As many as all sequences at full length can use, bounded by this rank's share of the
+        memory that is available once the weights are loaded."""
+        config = self.config
+        most_useful = config.max_num_seqs * blocks_needed(self._max_model_len, BLOCK_SIZE)
+        share = config.gpu_memory_utilization / self.world.num_local_ranks
+        fitting = int(psutil.virtual_memory().available * share) // bytes_per_block
+        if fitting < 1:
+            raise MemoryError(
+                f"gpu_memory_utilization: {config.gpu_memory_utilization} given, which leaves no"
+                f" room for one cache block of {bytes_per_block} bytes on rank {self.world.rank}"
+            )
+        return min(most_useful, fitting)
+
+    @property
+    def _max_model_len(self) -> int:
+        return self.config.max_model_len or self.model.max_position_embeddings
+
+    def _scheduler(self, pool: BlockPool) -> Scheduler:
+        config = self.config
+        return Scheduler(
+            pool=pool,
+            block_size=BLOCK_SIZE,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=self.rules.token_budget(config.max_num_batched_tokens),
+            max_model_len=self._max_model_len,
+            eos_token_ids=self.model.eos_token_ids,
+        )
+
+    def _sync(self) -> StepSync:
+        world = self.world
+        if world.group is None or world.store is None:
+            return LocalSync()
+        return GroupSync(
+            group=world.group,
+            store=world.store,
+            rank=world.rank,
+            num_ranks=world.num_ranks,
+            timeout_s=world.timeout_s,
+        )

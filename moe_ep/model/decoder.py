@@ -1,0 +1,126 @@
+"""The V3-shaped decoder: MLA attention and mixture-of-experts layers, decided by config fields.
+
+Shape letters: T tokens of this rank's (micro-)batch, H hidden, V vocabulary.
+
+The forward pass is written once, as a generator that yields wherever communication is in flight
+(``moe_ep.overlap`` drives it). It knows neither requests nor how batches are made.
+"""
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from attention.latent_cache import LatentCache
+from attention.mla import MLA
+from moe_ep.dispatch.base import Mode
+from moe_ep.layer import MoELayer
+from moe_ep.linear import Linear
+from moe_ep.model.norm import RMSNorm
+from moe_ep.model.rope import RotaryEmbedding
+from moe_ep.progress import Progress
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """One micro-batch of one step.
+
+    token_ids, positions, slot_mapping: int64 ``[T]``; slot_mapping is the token's place in the
+    cache (block * 64 + offset), -1 for padding. Only the first ``num_tokens`` rows are real.
+    attention_plan: made by the attention backend for these tokens.
+    """
+
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slot_mapping: torch.Tensor
+    attention_plan: Any
+    num_tokens: int
+    mode: Mode
+
+
+class DenseMLP:
+    """SwiGLU feed-forward network; also the shared expert."""
+
+    def __init__(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
+        self.gate_up = Linear(torch.cat([gate, up]), gate.dtype)
+        self.down = Linear(down, down.dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        gate, up = self.gate_up(x).chunk(2, dim=-1)
+        return self.down(F.silu(gate) * up)
+
+
+@dataclass(frozen=True)
+class DecoderLayer:
+    """Attention and feed-forward network, each behind a norm; the first layers have a dense one."""
+
+    input_norm: RMSNorm
+    attention: MLA
+    post_attention_norm: RMSNorm
+    mlp: DenseMLP | MoELayer
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        step: StepInput,
+        attend: Callable[[MLA, torch.Tensor], torch.Tensor],
+    ) -> Generator[None, None, torch.Tensor]:
+        x = x + attend(self.attention, self.input_norm(x))
+        normed = self.post_attention_norm(x)
+        if isinstance(self.mlp, MoELayer):
+            out = yield from self.mlp.forward(normed, step.num_tokens, step.mode)
+        else:
+            out = self.mlp(normed)
+        return x + out
+
+
+class Decoder:
+    """All layers of one rank, over one latent cache."""
+
+    def __init__(
+        self,
+        *,
+        embedding: torch.Tensor,
+        layers: list[DecoderLayer],
+        final_norm: RMSNorm,
+        lm_head: Linear,
+        rope: RotaryEmbedding,
+        progress: Progress,
+    ) -> None:
+        self.embedding = embedding
+        self.layers = layers
+        self.final_norm = final_norm
+        self.lm_head = lm_head
+        self.rope = rope
+        self.progress = progress
+
+    @property
+    def moe_layers(self) -> list[MoELayer]:
+        return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoELayer)]
+
+    def forward(self, step: StepInput, cache: LatentCache) -> Generator[None, None, torch.Tensor]:
+        """Return the last hidden states ``[T, H]``; padding rows are unspecified."""
+        x = F.embedding(step.token_ids, self.embedding)
+        cos, sin = self.rope.cos_sin(step.positions)
+        for index, layer in enumerate(self.layers):
+            self.progress.layer, self.progress.stage = index, "attention"
+
+            def attend(mla: MLA, normed: torch.Tensor, index: int = index) -> torch.Tensor:
+                return mla.forward(
+                    normed,
+                    cos=cos,
+                    sin=sin,
+                    cache=cache,
+                    layer_idx=index,
+                    slot_mapping=step.slot_mapping,
+                    plan=step.attention_plan,
+                )
+
+            x = yield from layer.forward(x, step, attend)
+        return x
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Float32 ``[N, V]`` for chosen rows ``[N, H]`` of the last hidden states."""
+        return self.lm_head(self.final_norm(hidden)).float()

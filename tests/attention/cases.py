@@ -1,0 +1,111 @@
+"""Random MLA problems over a poisoned cache, and their answer from a naive float64 attention."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attention import AttentionBatch, AttentionSpec, LatentCache
+from attention.base import BLOCK_SIZE
+
+
+def make_spec(
+    dtype: torch.dtype = torch.float32,
+    *,
+    num_heads: int = 4,
+    kv_lora_rank: int = 32,
+    qk_nope_head_dim: int = 16,
+    qk_rope_head_dim: int = 8,
+    v_head_dim: int = 24,
+) -> AttentionSpec:
+    return AttentionSpec(
+        num_heads=num_heads,
+        kv_lora_rank=kv_lora_rank,
+        qk_nope_head_dim=qk_nope_head_dim,
+        qk_rope_head_dim=qk_rope_head_dim,
+        v_head_dim=v_head_dim,
+        softmax_scale=(qk_nope_head_dim + qk_rope_head_dim) ** -0.5,
+        dtype=dtype,
+    )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: queries of its new tokens, every request's latents, the cache that holds them.
+
+    q: ``[T, N, nope + rope]``, rotated. latents: per request ``[context + query, latent_dim]``.
+    cache: everything that no request wrote is NaN; the new tokens' latents are in it.
+    """
+
+    spec: AttentionSpec
+    batch: AttentionBatch
+    q: torch.Tensor
+    latents: list[torch.Tensor]
+    w_kv_b: torch.Tensor
+    cache: torch.Tensor
+
+    @property
+    def new_latents(self) -> torch.Tensor:
+        lens = zip(self.latents, self.batch.context_lens, strict=True)
+        return torch.cat([latent[context:] for latent, context in lens])
+
+
+def make_case(
+    spec: AttentionSpec, lens: list[tuple[int, int]], num_decodes: int, *, seed: int = 0
+) -> Case:
+    """lens: (context, query) of each request, decodes first. Blocks are shuffled over the cache."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator).to(spec.dtype)
+
+    latents = [draw(context + query, spec.latent_dim) for context, query in lens]
+    tables, cache = scatter(latents, spec, generator)
+    batch = AttentionBatch(
+        num_decodes=num_decodes,
+        query_lens=[query for _, query in lens],
+        context_lens=[context for context, _ in lens],
+        block_tables=tables,
+        num_padded_tokens=sum(query for _, query in lens),
+    )
+    head_dim = spec.qk_nope_head_dim + spec.qk_rope_head_dim
+    rows = spec.qk_nope_head_dim + spec.v_head_dim
+    w_kv_b = draw(spec.num_heads, rows, spec.kv_lora_rank) * spec.kv_lora_rank**-0.5
+    q = 2 * draw(batch.num_tokens, spec.num_heads, head_dim)
+    return Case(spec, batch, q, latents, w_kv_b.to(spec.dtype), cache)
+
+
+def scatter(
+    latents: list[torch.Tensor], spec: AttentionSpec, generator: torch.Generator
+) -> tuple[list[list[int]], torch.Tensor]:
+    """Block tables with one spare entry each, and the cache: NaN where no latent lies."""
+    num_blocks = [-(-len(latent) // BLOCK_SIZE) + 1 for latent in latents]
+    order = torch.randperm(sum(num_blocks) + 3, generator=generator).tolist()
+    cache = LatentCache(
+        num_layers=1, num_blocks=len(order), latent_dim=spec.latent_dim, dtype=spec.dtype
+    )
+    cache.tensor.fill_(torch.nan)
+    tables = []
+    for latent, count in zip(latents, num_blocks, strict=True):
+        tables.append([order.pop() for _ in range(count)])
+        for start in range(0, len(latent), BLOCK_SIZE):
+            piece = latent[start : start + BLOCK_SIZE]
+            cache.tensor[0, tables[-1][start // BLOCK_SIZE], : len(piece), 0] = piece
+    return tables, cache.layer(0)
+
+
+def naive(case: Case) -> torch.Tensor:
+    """float64 ``[T, N, v]``: rebuild every key and value, one query token at a time."""
+    spec, w_kv_b = case.spec, case.w_kv_b.double()
+    w_uk, w_uv = w_kv_b[:, : spec.qk_nope_head_dim], w_kv_b[:, spec.qk_nope_head_dim :]
+    rows, q = [], iter(case.q.double())
+    for latent, context in zip(case.latents, case.batch.context_lens, strict=True):
+        for last in range(context, len(latent)):
+            seen = latent[: last + 1].double()
+            compressed, rotated = seen[:, : spec.kv_lora_rank], seen[:, spec.kv_lora_rank :]
+            query = next(q)
+            keys = torch.einsum("npc,tc->ntp", w_uk, compressed)
+            scores = torch.einsum("np,ntp->nt", query[:, : spec.qk_nope_head_dim], keys)
+            scores += query[:, spec.qk_nope_head_dim :] @ rotated.T
+            probs = (scores * spec.softmax_scale).softmax(-1)
+            rows.append(torch.einsum("nt,nvc,tc->nv", probs, w_uv, compressed))
+    return torch.stack(rows) if rows else case.q.double()[..., :0].new_empty(0, 0, 0)

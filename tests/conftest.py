@@ -1,0 +1,30 @@
+"""Fixtures shared by all tests."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from launch.ray_cluster import RaySession
+from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def rank_pool() -> Iterator[RankPool]:
+    """Four live rank processes, started on first use and shared by the whole session."""
+    with RankPool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[None]:
+    """A local Ray with room for eight ranks, which every engine of the session joins."""
+    session = RaySession()
+    session.acquire(None, 8)
+    yield
+    session.release()

@@ -1,0 +1,188 @@
+"""Cases for dispatch and combine, and a plain reference: loops over tokens, no exchange.
+
+Every input is a function of the case and the rank, so anyone can recompute what a peer sent.
+"""
+
+import zlib
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_ep.dispatch import Dispatched, DispatchSpec, MaskedLayout
+from moe_ep.fp8 import FP8, dequantize_rows, quantize_rows
+
+
+@dataclass(frozen=True)
+class Case:
+    """num_tokens: tokens of each rank. routing: see ``_slots``. num_padding: rows of NaN after the
+    tokens, on every rank."""
+
+    routing: str
+    num_tokens: tuple[int, ...]
+    payload_dtype: torch.dtype = torch.float32
+    out_dtype: torch.dtype = torch.float32
+    num_padding: int = 0
+    hidden: int = 136  # two scale blocks, the second one short
+    num_topk: int = 3
+    num_slots_per_rank: int = 4
+    row_alignment: int = 1
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.num_tokens)
+
+    @property
+    def spec(self) -> DispatchSpec:
+        limit = max(max(self.num_tokens) + self.num_padding, 1)  # the fullest rank is at capacity
+        return DispatchSpec(
+            hidden=self.hidden,
+            num_topk=self.num_topk,
+            num_ranks=self.num_ranks,
+            num_slots_per_rank=self.num_slots_per_rank,
+            max_tokens_per_rank=limit,
+            capacity=limit,
+            payload_dtype=self.payload_dtype,
+            out_dtype=self.out_dtype,
+            row_alignment=self.row_alignment,
+        )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    x: torch.Tensor
+    topk_slots: torch.Tensor
+    topk_weights: torch.Tensor
+
+
+def cases(num_ranks: int, payload_dtype: torch.dtype, out_dtype: torch.dtype) -> list[Case]:
+    """Skewed and ragged routing, empty ranks, padding, one slot that takes everything."""
+    ragged = tuple((7, 3, 12, 1)[:num_ranks])
+    empty = (0,) * num_ranks
+    first_only, last_only = (5, *empty[1:]), (*empty[1:], 5)
+    base = Case("skewed", ragged, payload_dtype, out_dtype)
+    return [
+        base,
+        replace(base, routing="uniform", num_padding=3, row_alignment=8),
+        replace(base, routing="holes", num_padding=2),
+        replace(base, routing="duplicates"),
+        replace(base, routing="one slot"),
+        replace(base, routing="own rank"),
+        replace(base, routing="nothing"),
+        replace(base, num_tokens=first_only),
+        replace(base, num_tokens=last_only, num_padding=1),
+        replace(base, num_tokens=empty),
+        replace(base, num_tokens=empty, num_padding=4),
+        replace(base, num_topk=1, num_slots_per_rank=1),
+    ]
+
+
+def inputs_of(case: Case, rank: int) -> Inputs:
+    """The rank's tokens; padding rows have NaN values and weights, and slot -1."""
+    seed = zlib.crc32(f"{case.routing} {case.num_tokens} {rank}".encode())
+    generator = torch.Generator().manual_seed(seed)
+    num_tokens, num_topk = case.num_tokens[rank], case.num_topk
+    x = torch.randn(num_tokens, case.hidden, generator=generator)
+    x *= torch.rand(num_tokens, 1, generator=generator) * 10
+    weights = torch.rand(num_tokens, num_topk, generator=generator)
+    slots = _slots(case, rank, generator)
+    weights[slots < 0] = float("nan")
+    pad = (0, 0, 0, case.num_padding)
+    dtype = torch.float32 if case.payload_dtype == torch.float32 else torch.bfloat16
+    return Inputs(
+        torch.nn.functional.pad(x, pad, value=float("nan")).to(dtype),
+        torch.nn.functional.pad(slots, pad, value=-1),
+        torch.nn.functional.pad(weights, pad, value=float("nan")),
+    )
+
+
+def _slots(case: Case, rank: int, generator: torch.Generator) -> torch.Tensor:
+    num_slots, per_rank = case.spec.num_slots, case.num_slots_per_rank
+    shape = (case.num_tokens[rank], case.num_topk)
+    even = torch.rand(shape[0], num_slots, generator=generator)
+    if case.routing == "one slot":
+        return torch.full(shape, num_slots - 1)
+    if case.routing == "nothing":
+        return torch.full(shape, -1)
+    if case.routing == "duplicates":
+        return torch.randint(num_slots, (shape[0], 1), generator=generator).expand(shape).clone()
+    if case.routing == "own rank":
+        return even[:, :per_rank].argsort(dim=1)[:, : shape[1]] + rank * per_rank
+    if case.routing == "skewed":
+        even *= torch.linspace(1, 4, num_slots)  # the first slots are the favourites
+    slots = even.argsort(dim=1)[:, : shape[1]]
+    if case.routing == "holes":
+        slots[torch.rand(shape, generator=generator) < 0.4] = -1
+    return slots
+
+
+def payload_of(case: Case, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows as they travel, and their values after the way, float32."""
+    if case.payload_dtype == FP8:
+        q, scales = quantize_rows(x)
+        return q, dequantize_rows(q, scales, torch.float32)
+    rows = x.to(case.payload_dtype)
+    return rows, rows.float()
+
+
+def expert(slot: int, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A stand-in for an expert: element by element, so its bits do not depend on the layout."""
+    return (values * (1 + slot) + slot / 8).to(dtype)
+
+
+def run_experts(case: Case, rank: int, dispatched: Dispatched) -> torch.Tensor:
+    """Apply ``expert`` to the rows that the layout covers; the rest of the output is NaN."""
+    y = torch.full(dispatched.rows.shape, float("nan"), dtype=case.out_dtype)
+    for slot, rows in enumerate(slot_rows(dispatched)):
+        values = row_values(dispatched)[rows]
+        flat = y.view(-1, case.hidden)
+        flat[rows] = expert(rank * case.num_slots_per_rank + slot, values, case.out_dtype)
+    return y
+
+
+def row_values(dispatched: Dispatched) -> torch.Tensor:
+    """Flattened float32 rows ``[M, H]``."""
+    rows = dispatched.rows.flatten(0, -2)
+    if dispatched.scales is None:
+        return rows.float()
+    return dequantize_rows(rows, dispatched.scales.flatten(0, -2), torch.float32)
+
+
+def slot_rows(dispatched: Dispatched) -> list[range]:
+    """The rows of each slot in the flattened layout, read from the layout by hand."""
+    layout = dispatched.layout
+    if isinstance(layout, MaskedLayout):
+        size = dispatched.rows.shape[1]
+        return [range(i * size, i * size + n) for i, n in enumerate(layout.counts.tolist())]
+    starts, previous = [], 0
+    for end in layout.psum.tolist():
+        starts.append(range(-(-previous // layout.alignment) * layout.alignment, end))
+        previous = end
+    return starts
+
+
+def expected_rows(case: Case, rank: int) -> list[list[torch.Tensor]]:
+    """What each slot of ``rank`` receives: source ranks in order, tokens in order, once each."""
+    received: list[list[torch.Tensor]] = [[] for _ in range(case.num_slots_per_rank)]
+    for source in range(case.num_ranks):
+        inputs = inputs_of(case, source)
+        rows, _ = payload_of(case, inputs.x)
+        for token, slots in enumerate(inputs.topk_slots.tolist()):
+            for slot in {s for s in slots if s >= 0 and s // case.num_slots_per_rank == rank}:
+                received[slot % case.num_slots_per_rank].append(rows[token])
+    return received
+
+
+def expected_output(case: Case, rank: int) -> torch.Tensor:
+    """``[T, H]``: per token, ranks in order; per rank, its weighted experts in order of k."""
+    inputs = inputs_of(case, rank)
+    _, values = payload_of(case, inputs.x)
+    out = torch.zeros(len(inputs.x), case.hidden)
+    for token, slots in enumerate(inputs.topk_slots.tolist()):
+        for peer in range(case.num_ranks):
+            partial = torch.zeros(case.hidden)
+            for k, slot in enumerate(slots):
+                if slot >= 0 and slot // case.num_slots_per_rank == peer:
+                    y = expert(slot, values[token], case.out_dtype).float()
+                    partial += inputs.topk_weights[token, k] * y
+            out[token] += partial.to(case.out_dtype).float()
+    return out.to(case.out_dtype)

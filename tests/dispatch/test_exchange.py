@@ -1,0 +1,161 @@
+"""Dispatch, experts and combine on 1, 2 and 4 ranks against a plain reference, in both modes."""
+
+import random
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from moe_ep.dispatch import Dispatcher, Mode, create_dispatcher
+from moe_ep.fp8 import FP8
+from tests.compare import assert_bits_equal, assert_rows_close
+from tests.dispatch.cases import (
+    Case,
+    cases,
+    expected_output,
+    expected_rows,
+    inputs_of,
+    run_experts,
+    slot_rows,
+)
+from tests.ranks import RankInfo, RankPool
+
+BF16, F32 = torch.bfloat16, torch.float32
+DTYPES = [(FP8, BF16), (BF16, BF16), (F32, F32)]
+# Beyond the reference's own order of sums only a fused multiply-add may differ: one rounding of
+# the out dtype per rank.
+RTOL = {BF16: 2**-7, F32: 2**-21}
+
+
+@dataclass(frozen=True)
+class Result:
+    """slots: the rows that each slot of the rank received."""
+
+    out: torch.Tensor
+    slots: list[torch.Tensor]
+    counts: list[int]
+
+
+def _run_case(dispatcher: Dispatcher, case: Case, rank: int, mode: Mode) -> Result:
+    inputs = inputs_of(case, rank)
+    dispatched = dispatcher.dispatch(
+        x=inputs.x, topk_slots=inputs.topk_slots, topk_weights=inputs.topk_weights, mode=mode
+    ).wait()
+    out = dispatcher.combine(y=run_experts(case, rank, dispatched), dispatched=dispatched).wait()
+    flat = dispatched.rows.flatten(0, -2)
+    slots = [flat[rows.start : rows.stop].clone() for rows in slot_rows(dispatched)]
+    return Result(out, slots, dispatched.layout.counts.tolist())
+
+
+def _run_cases(info: RankInfo, backend: str, todo: list[Case]) -> list[dict[Mode, Result]]:
+    results = []
+    for case in todo:
+        dispatcher = create_dispatcher(backend, case.spec, info.group)
+        results.append({mode: _run_case(dispatcher, case, info.rank, mode) for mode in Mode})
+        dispatcher.destroy()
+    return results
+
+
+def _check(case: Case, rank: int, results: dict[Mode, Result]) -> None:
+    received = expected_rows(case, rank)
+    for result in results.values():
+        assert result.counts == [len(rows) for rows in received]
+        for rows, expected in zip(result.slots, received, strict=True):
+            if expected:
+                assert_bits_equal(rows, torch.stack(expected))
+        assert_rows_close(
+            result.out, expected_output(case, rank), rtol=RTOL[case.out_dtype], atol=0.0
+        )
+    assert_bits_equal(results[Mode.NORMAL].out, results[Mode.LOW_LATENCY].out)
+
+
+@pytest.mark.parametrize(("payload_dtype", "out_dtype"), DTYPES)
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_collective_equals_the_reference(rank_pool: RankPool, num_ranks, payload_dtype, out_dtype):
+    todo = cases(num_ranks, payload_dtype, out_dtype)
+    by_rank = rank_pool.run(_run_cases, num_ranks, "collective", todo)
+    for rank, results in enumerate(by_rank):
+        for case, result in zip(todo, results, strict=True):
+            _check(case, rank, result)
+
+
+@pytest.mark.parametrize(("payload_dtype", "out_dtype"), DTYPES)
+def test_local_equals_the_reference(payload_dtype, out_dtype):
+    for case in cases(1, payload_dtype, out_dtype):
+        dispatcher = create_dispatcher("auto", case.spec, None)
+        _check(case, 0, {mode: _run_case(dispatcher, case, 0, mode) for mode in Mode})
+
+
+def _run_with_delays(info: RankInfo, case: Case, num_runs: int) -> list[torch.Tensor]:
+    """Ranks start each stage at random times, so messages arrive in ever other orders."""
+    delays = random.Random(info.rank)
+    dispatcher = create_dispatcher("collective", case.spec, info.group)
+    inputs = inputs_of(case, info.rank)
+    outs = []
+    for _ in range(num_runs):
+        time.sleep(delays.random() / 50)
+        dispatched = dispatcher.dispatch(
+            x=inputs.x,
+            topk_slots=inputs.topk_slots,
+            topk_weights=inputs.topk_weights,
+            mode=Mode.LOW_LATENCY,
+        ).wait()
+        time.sleep(delays.random() / 50)
+        y = run_experts(case, info.rank, dispatched)
+        outs.append(dispatcher.combine(y=y, dispatched=dispatched).wait())
+    return outs
+
+
+def test_arrival_order_never_changes_a_bit(rank_pool: RankPool):
+    case = Case("uniform", (6, 6, 6, 6), FP8, BF16, num_topk=6)
+    for outs in rank_pool.run(_run_with_delays, 4, case, 12):
+        for out in outs[1:]:
+            assert_bits_equal(out, outs[0])
+
+
+def _run_alone_and_together(info: RankInfo, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
+    dispatcher = create_dispatcher("collective", case.spec, info.group)
+    inputs = inputs_of(case, info.rank)
+    outs = []
+    for keep in (slice(None), slice(2, 3)):
+        dispatched = dispatcher.dispatch(
+            x=inputs.x[keep],
+            topk_slots=inputs.topk_slots[keep],
+            topk_weights=inputs.topk_weights[keep],
+            mode=Mode.NORMAL,
+        ).wait()
+        y = run_experts(case, info.rank, dispatched)
+        outs.append(dispatcher.combine(y=y, dispatched=dispatched).wait())
+    return outs[0][2:3], outs[1]
+
+
+def test_batch_mates_never_change_a_bit(rank_pool: RankPool):
+    case = Case("uniform", (200, 9), FP8, BF16, num_topk=4)
+    for together, alone in rank_pool.run(_run_alone_and_together, 2, case):
+        assert_bits_equal(alone, together)
+
+
+def _run_two_in_flight(info: RankInfo, todo: list[Case]) -> list[torch.Tensor]:
+    """Two micro-batches of one dispatcher, each step of one between the steps of the other."""
+    dispatcher = create_dispatcher("collective", todo[0].spec, info.group)
+    inputs = [inputs_of(case, info.rank) for case in todo]
+    going = [
+        dispatcher.dispatch(
+            x=i.x, topk_slots=i.topk_slots, topk_weights=i.topk_weights, mode=Mode.NORMAL
+        )
+        for i in inputs
+    ]
+    coming = []
+    for case, pending in zip(todo, going, strict=True):
+        dispatched = pending.wait()
+        y = run_experts(case, info.rank, dispatched)
+        coming.append(dispatcher.combine(y=y, dispatched=dispatched))
+    return [pending.wait() for pending in coming]
+
+
+def test_two_micro_batches_in_flight_do_not_mix(rank_pool: RankPool):
+    todo = [Case("uniform", (5, 5)), Case("skewed", (5, 5))]
+    for rank, outs in enumerate(rank_pool.run(_run_two_in_flight, 2, todo)):
+        for case, out in zip(todo, outs, strict=True):
+            assert_rows_close(out, expected_output(case, rank), rtol=RTOL[F32], atol=0.0)
