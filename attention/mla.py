@@ -35,7 +35,7 @@ class MLA:
 
     q: ``[T, H]`` -> ``[T, N, P + rope]``. kv_a: ``[T, H]`` -> ``[T, C + rope]``, the raw latent.
     kv_a_norm: the norm of its first C values. o_proj: ``[T, N * V]`` -> ``[T, H]``.
-    w_kv_b: ``[N, P + V, C]``, of every head W_UK above W_UV; kept, not copied.
+    w_kv_b: ``[N, P + V, C]``, of every head W_UK above W_UV; copied into two parts, not kept.
     """
 
     def __init__(
@@ -58,12 +58,12 @@ class MLA:
         self.backend = backend
         self.q, self.kv_a, self.kv_a_norm, self.o_proj = q, kv_a, kv_a_norm, o_proj
         self.rope = rope
-        self.w_kv_b = w_kv_b
         w_uk, w_uv = w_kv_b.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
-        # Both products run over heads with the weight as the transpose of a row-major matrix,
-        # the layout small batches are fastest in on CPUs; W_UV has it already.
-        self._w_uk = w_uk.transpose(1, 2).contiguous().transpose(1, 2)  # [N, P, C]
-        self._w_uv = w_uv.transpose(1, 2)  # [N, C, V]
+        # Small batches multiply fastest on CPUs, at the speed of reading the weight, when it is
+        # contiguous over heads and the transpose of a row-major matrix in the absorb path. One copy
+        # serves both paths: the expand path uses it the other way around.
+        self._w_uk = w_uk.mT.contiguous().mT  # [N, P, C], stored as [N, C, P]
+        self._w_uv = w_uv.contiguous()  # [N, V, C]
 
     def forward(
         self,
@@ -116,12 +116,17 @@ class MLA:
             absorbed = torch.bmm(q_nope[:split].transpose(0, 1), self._w_uk).transpose(0, 1)
             query = torch.cat([absorbed, q_rope[:split]], dim=-1)  # [D, N, C + rope]
             summed = self.backend.decode(q=query, cache=cache, plan=plan)  # [D, N, C]
-            parts.append(torch.bmm(summed.transpose(0, 1), self._w_uv).transpose(0, 1))
+            parts.append(torch.bmm(summed.transpose(0, 1), self._w_uv.mT).transpose(0, 1))
         if split < plan.num_tokens:
             query = torch.cat([q_nope[split:], q_rope[split:]], dim=-1)
             parts.append(
                 self.backend.prefill(
-                    q=query, latent=latent[split:], cache=cache, w_kv_b=self.w_kv_b, plan=plan
+                    q=query,
+                    latent=latent[split:],
+                    cache=cache,
+                    w_uk=self._w_uk,
+                    w_uv=self._w_uv,
+                    plan=plan,
                 )
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,26 +1,26 @@
-"""Decode and prefill speed against ``transformers`` on one rank, the same weights, in one run.
+"""Decode and prefill speed against ``transformers``: one rank, the same weights, one run.
 
-``python -m bench.decode``. Parity of the logits first, then rounds that alternate between the two,
-so that a change of the machine's speed meets both. The geometry is a small V3: hidden 1024,
+``python -m bench.decode``. Parity of the logits first, then rounds in which the two take turns, so
+that a change of the machine's speed meets both. The geometry is a small V3 in BF16: hidden 1024,
 12 layers, 32 experts top-4 of width 512 in 4 groups. Prints a table, and one JSON object last.
 """
 
 import argparse
-import dataclasses
 import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
 from bench.measure import memory_read_ceiling
-from moe_ep.config import EngineConfig
+from moe_ep.config import EngineConfig, ModelConfig
 from moe_ep.engine.engine import Engine
 from moe_ep.engine.request import EngineRequest, SamplingParams
 from moe_ep.engine.world import World
@@ -45,91 +45,242 @@ GEOMETRY: dict[str, Any] = {
     "v_head_dim": 128,
     "vocab_size": 4096,
     "max_position_embeddings": 4096,
+    "bos_token_id": None,
     "eos_token_id": None,
+    "pad_token_id": None,
 }
-CONTEXT = 256
+MAX_TOKENS = 512  # more than any run decodes
+# Largest error of the first logits, in standard deviations; what a flipped expert choice may do.
+PARITY_TOLERANCE = 1.5
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Row:
-    """One measurement: tokens per second of both, medians over rounds."""
+    """One comparison. seconds of every sample, of both; medians count.
+
+    limit_tokens_per_s: what reading every weight that the step needs once would allow.
+    """
 
     phase: str
     batch: int
-    ours: float
-    transformers: float
+    num_tokens: int
+    seconds_ours: list[float]
+    seconds_transformers: list[float]
+    limit_tokens_per_s: float | None = None
 
     @property
-    def ratio(self) -> float:
-        return self.ours / self.transformers
+    def ours(self) -> float:
+        return self.num_tokens / statistics.median(self.seconds_ours)
+
+    @property
+    def transformers(self) -> float:
+        return self.num_tokens / statistics.median(self.seconds_transformers)
 
 
-class Peer:
-    """``transformers``' own model and generation cache, in its default configuration."""
+class Contestant(Protocol):
+    """Each call returns seconds. ``prefill`` forgets the prompts again; ``start`` keeps them for
+    ``decode``, which makes one step of all of them; ``first_logprobs`` is ``[V]``."""
+
+    def prefill(self, prompts: torch.Tensor) -> float: ...
+    def start(self, prompts: torch.Tensor) -> None: ...
+    def decode(self) -> float: ...
+    def first_logprobs(self, prompt: torch.Tensor) -> torch.Tensor: ...
+
+
+class Transformers:
+    """``transformers``' own model and cache, as ``from_pretrained`` configures them."""
 
     def __init__(self, directory: Path) -> None:
         from transformers import AutoModelForCausalLM
 
         self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+        self._last: Any = None
 
-    def prefill(self, prompts: torch.Tensor) -> tuple[float, Any]:
-        """Seconds for the prompts ``[B, S]``, and the model's output with its cache."""
+    def _forward(self, token_ids: torch.Tensor, cache: Any = None) -> float:
         start = time.perf_counter()
-        out = self.model(prompts, use_cache=True, logits_to_keep=1)
-        return time.perf_counter() - start, out
+        self._last = self.model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        return time.perf_counter() - start
 
-    def decode(self, prompts: torch.Tensor, num_steps: int) -> float:
-        """Median seconds per step after the prompts."""
-        _, out = self.prefill(prompts)
-        seconds = []
-        for _ in range(num_steps + 1):
-            token = out.logits[:, -1].argmax(-1, keepdim=True)
-            start = time.perf_counter()
-            out = self.model(token, past_key_values=out.past_key_values, use_cache=True)
-            seconds.append(time.perf_counter() - start)
-        return statistics.median(seconds[1:])
+    def prefill(self, prompts: torch.Tensor) -> float:
+        return self._forward(prompts)
+
+    def start(self, prompts: torch.Tensor) -> None:
+        self._forward(prompts)
+
+    def decode(self) -> float:
+        token_ids = self._last.logits[:, -1].argmax(-1, keepdim=True)
+        return self._forward(token_ids, self._last.past_key_values)
+
+    def first_logprobs(self, prompt: torch.Tensor) -> torch.Tensor:
+        self._forward(prompt[None])
+        return self._last.logits[0, -1].float().log_softmax(-1)
 
 
 class Ours:
-    """One rank's engine, stepped from here."""
+    """One rank's engine, with its scheduler and sampler, stepped from here."""
 
-    def __init__(self, directory: Path, num_threads: int) -> None:
+    def __init__(self, directory: Path, num_threads: int, max_tokens_per_step: int) -> None:
         config = EngineConfig(
-            model=str(directory), num_kv_blocks=256, max_num_batched_tokens=32 * CONTEXT
+            model=str(directory), num_kv_blocks=512, max_num_batched_tokens=max_tokens_per_step
         )
         world = World(rank=0, num_ranks=1, store=None, timeout_s=60.0)
         self.engine = Engine.create(config, world, num_threads)
-        self._num_requests = 0
+        self._running: list[str] = []
 
-    def _submit(self, prompts: torch.Tensor, max_tokens: int, **params: Any) -> None:
+    def _submit(self, prompts: torch.Tensor, max_tokens: int, **params: Any) -> list[str]:
+        self._stop()
         sampling = SamplingParams(
             temperature=0.0, seed=0, max_tokens=max_tokens, ignore_eos=True, **params
         )
-        names = [f"{self._num_requests + i}" for i in range(len(prompts))]
-        self._num_requests += len(prompts)
+        names = [f"request {i}" for i in range(len(prompts))]
         rows = zip(names, prompts.tolist(), strict=True)
         self.engine.submit([EngineRequest(name, tuple(row), sampling) for name, row in rows])
+        return names
 
-    def _step(self) -> float:
+    def _stop(self) -> None:
+        self.engine.abort(self._running)
+        self._running = []
+
+    def prefill(self, prompts: torch.Tensor) -> float:
+        self._submit(prompts, 1)
+        return self.decode()
+
+    def start(self, prompts: torch.Tensor) -> None:
+        self._running = self._submit(prompts, MAX_TOKENS)
+        self.decode()
+
+    def decode(self) -> float:
         start = time.perf_counter()
         self.engine.step()
         return time.perf_counter() - start
 
-    def prefill(self, prompts: torch.Tensor) -> float:
-        self._submit(prompts, 1)
-        seconds = self._step()
+    def first_logprobs(self, prompt: torch.Tensor) -> torch.Tensor:
         self.engine.poll(0.0)
-        return seconds
+        vocab_size = GEOMETRY["vocab_size"]
+        self._submit(prompt[None], 1, logprobs=vocab_size)
+        self.decode()
+        (output,) = self.engine.poll(0.0)
+        entry = output.logprobs[0]
+        logprobs = torch.empty(vocab_size)
+        logprobs[list(entry.top_ids)] = torch.tensor(entry.top_logprobs)
+        return logprobs
 
-    def decode(self, prompts: torch.Tensor, num_steps: int) -> float:
-        self._submit(prompts, num_steps + 2)
-        self._step()  # prefill, and the first token
-        seconds = [self._step() for _ in range(num_steps + 1)]
-        self.engine.poll(0.0)
-        return statistics.median(seconds[1:])
 
-    def first_logprobs(self, prompt: torch.Tensor, num_top: int) -> dict[int, float]:
-        self._submit(prompt[None], 1, logprobs=num_top)
-        self._step()
-        entry = self.engine.poll(0.0)[0].logprobs[0]
-        return dict(zip(entry.top_ids, entry.top_logprobs, strict=True))
+def make_checkpoint(directory: Path) -> None:
+    """Random BF16 weights, saved by ``transformers`` itself."""
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**GEOMETRY)).to(torch.bfloat16)
+    model.save_pretrained(directory)
+
+
+def weight_bytes(model: ModelConfig, batch: int) -> float:
+    """Bytes of BF16 weights that a decode step of ``batch`` tokens reads at least, under even
+    routing: an expert is read when at least one of the tokens chose it."""
+    hidden = model.hidden_size
+    attention = hidden * (model.q_lora_rank or 0) + hidden * model.latent_dim
+    attention += (model.q_lora_rank or hidden) * model.num_heads * model.qk_head_dim
+    per_head = model.qk_nope_head_dim + model.v_head_dim
+    attention += model.num_heads * (per_head * model.kv_lora_rank + model.v_head_dim * hidden)
+    share_missed = (1 - model.num_experts_per_tok / model.num_experts) ** batch
+    experts = model.num_experts * (1 - share_missed) + model.num_shared_experts
+    moe = 3 * hidden * model.moe_intermediate_size * experts + model.num_experts * hidden * 2
+    dense = 3 * hidden * model.intermediate_size * model.first_k_dense_replace
+    layers = model.num_layers * attention + model.num_moe_layers * moe + dense
+    return 2.0 * (layers + model.vocab_size * hidden)
+
+
+def alternate(
+    ours: Callable[[], float], peer: Callable[[], float], num_rounds: int
+) -> tuple[list[float], list[float]]:
+    """Samples of both in turns, after one warm-up of each."""
+    ours(), peer()
+    pairs = [(ours(), peer()) for _ in range(num_rounds)]
+    return [a for a, _ in pairs], [b for _, b in pairs]
+
+
+def check_parity(ours: Contestant, peer: Contestant, prompt: torch.Tensor) -> float:
+    """Largest error of the first token's log-probabilities in standard deviations; AssertionError
+    beyond the tolerance."""
+    expected = peer.first_logprobs(prompt)
+    error = ((ours.first_logprobs(prompt) - expected).abs().max() / expected.std()).item()
+    assert error < PARITY_TOLERANCE, f"logits differ by {error} standard deviations"
+    return error
+
+
+def compare(
+    ours: Contestant, peer: Contestant, args: argparse.Namespace, limit: Callable[[int], float]
+) -> list[Row]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (max(args.batch), args.context)
+    prompts = torch.randint(0, GEOMETRY["vocab_size"], shape, generator=generator)
+    rows = []
+    for batch in args.batch:
+        ours.start(prompts[:batch])
+        peer.start(prompts[:batch])
+        samples = alternate(ours.decode, peer.decode, args.steps)
+        rows.append(Row("decode", batch, batch, *samples, limit(batch)))
+    for batch in args.prefill_batch:
+        part = prompts[:batch]
+        samples = alternate(
+            lambda p=part: ours.prefill(p), lambda p=part: peer.prefill(p), args.rounds
+        )
+        rows.append(Row("prefill", batch, part.numel(), *samples))
+    return rows
+
+
+def show(rows: list[Row], console: Console) -> None:
+    table = Table(
+        "phase", "batch", "tokens/s", "transformers", "ratio", "weight-read limit", "share"
+    )
+    for row in rows:
+        limit = row.limit_tokens_per_s
+        table.add_row(
+            row.phase,
+            str(row.batch),
+            f"{row.ours:,.1f}",
+            f"{row.transformers:,.1f}",
+            f"{row.ours / row.transformers:.1f}x",
+            f"{limit:,.0f}" if limit else "",
+            f"{row.ours / limit:.0%}" if limit else "",
+        )
+    console.print(table)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="moe-ep bench decode", description=__doc__)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--context", type=int, default=256, help="tokens of each prompt")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 32], help="decode batches")
+    parser.add_argument("--prefill-batch", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--steps", type=int, default=10, help="decode samples of each")
+    parser.add_argument("--rounds", type=int, default=4, help="prefill samples of each")
+    args = parser.parse_args(argv)
+    console = Console()
+    torch.set_num_threads(args.threads)
+    ceiling = memory_read_ceiling()
+    console.print(f"memory read ceiling, {args.threads} threads: {ceiling / 1e9:.1f} GB/s")
+    with tempfile.TemporaryDirectory() as name, torch.inference_mode():
+        directory = Path(name)
+        make_checkpoint(directory)
+        model = ModelConfig.from_path(directory)
+        peer = Transformers(directory)
+        ours = Ours(directory, args.threads, max(args.batch + args.prefill_batch) * args.context)
+        error = check_parity(ours, peer, torch.arange(args.context))
+        console.print(f"parity: first logits differ by at most {error:.2f} standard deviations")
+        rows = compare(ours, peer, args, lambda batch: batch * ceiling / weight_bytes(model, batch))
+    show(rows, console)
+    result = {
+        "geometry": GEOMETRY,
+        "threads": args.threads,
+        "context": args.context,
+        "memory_read_bytes_per_s": ceiling,
+        "parity_error_std": error,
+        "rows": [asdict(row) | {"ratio": row.ours / row.transformers} for row in rows],
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

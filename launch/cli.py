@@ -25,7 +25,7 @@ INTERRUPTED = 130
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; ``argv`` is ``sys.argv[1:]`` by default."""
     args = _parser().parse_args(argv)
-    _set_up_log(args.verbose)
+    _set_up_log(logging.DEBUG if args.verbose else args.log_level)
     try:
         return importlib.import_module(args.module).run(args)
     except ConfigError as error:
@@ -40,11 +40,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
-def _set_up_log(verbose: bool) -> None:
-    """Our own notes and other libraries' warnings, on the standard error."""
+def _set_up_log(level: int) -> None:
+    """Our own notes from ``level`` on and other libraries' warnings, on the standard error."""
     logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
     for package in ("launch", "moe_ep", "attention", "eplb"):
-        logging.getLogger(package).setLevel(logging.DEBUG if verbose else logging.INFO)
+        logging.getLogger(package).setLevel(level)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -60,7 +60,10 @@ def _parser() -> argparse.ArgumentParser:
 def _command(commands: Any, name: str, module: str, help: str) -> argparse.ArgumentParser:
     """A sub-command; ``module`` has the ``run(args) -> exit code`` that does it."""
     parser = commands.add_parser(name, help=help, description=help, allow_abbrev=False)
-    parser.set_defaults(module=module)
+    # A service's log is for its operator; on a terminal the text is what matters.
+    is_service = name in ("serve", "run-batch")
+    level = logging.INFO if is_service else logging.WARNING
+    parser.set_defaults(module=module, log_level=level)
     parser.add_argument("--verbose", action="store_true", help="Log more.")
     return parser
 

@@ -2,13 +2,12 @@
 
 Knows nothing of models or requests. Rank order, threads and addresses come from what the placed
 actors say of themselves; nothing about the cluster is assumed. A cluster started here lives no
-longer than this process, whatever way it ends: Ray's processes are tied to the thread that starts
-them, so start it from one that lives on (the main thread, as a rule).
+longer than this process, whatever way that ends (``launch.reaper``), and no longer than the thread
+that starts it, to which Ray ties its processes: the main thread, as a rule.
 """
 
 import logging
 import os
-import shutil
 import signal
 import tempfile
 import threading
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
+from launch.reaper import Reaper
 from launch.topology import PlacedBundle, TopologyRow, order_ranks
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class RaySession:
     def __init__(self) -> None:
         self._num_users = 0
         self._is_ours = False
-        self._temp_dir: str | None = None
+        self._reaper: Reaper | None = None
 
     def acquire(self, address: str | None, num_ranks: int) -> None:
         """Join the cluster at ``address`` (else ``RAY_ADDRESS``), or start a local one.
@@ -61,7 +61,7 @@ class RaySession:
                 with _keeping_sigterm_handler():
                     self._init(address or os.environ.get("RAY_ADDRESS"), num_ranks)
             except Exception as error:
-                self._remove_temp_dir()
+                self._reap()
                 where = f"join the Ray cluster at {address}" if address else "start a local Ray"
                 raise ClusterError(f"cannot {where}: {error}") from error
         self._num_users += 1
@@ -74,7 +74,7 @@ class RaySession:
         if self._num_users == 0 and self._is_ours:
             self._is_ours = False
             ray.shutdown()
-            self._remove_temp_dir()
+            self._reap()
 
     def _init(self, address: str | None, num_ranks: int) -> None:
         import ray
@@ -84,20 +84,20 @@ class RaySession:
             ray.init(address, **quiet)
             return
         # Short, because the paths of Unix sockets below it are limited to 107 bytes.
-        self._temp_dir = tempfile.mkdtemp(prefix="moe-ep-", dir="/tmp")
+        self._reaper = Reaper(tempfile.mkdtemp(prefix="moe-ep-ray-", dir="/tmp"))
         ray.init(
             "local",
             num_cpus=max(os.cpu_count() or 1, num_ranks),
             object_store_memory=_OBJECT_STORE_BYTES,
             include_dashboard=False,
-            _temp_dir=self._temp_dir,
+            _temp_dir=self._reaper.directory,
             **quiet,
         )
 
-    def _remove_temp_dir(self) -> None:
-        if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
-            self._temp_dir = None
+    def _reap(self) -> None:
+        if self._reaper is not None:
+            self._reaper.finish()
+            self._reaper = None
 
 
 _session = RaySession()

@@ -1,5 +1,7 @@
 """The router against transformers' own routers, for every family and rule."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,7 +11,7 @@ from tests.compare import assert_bits_equal, assert_rows_close
 HIDDEN, NUM_EXPERTS, NUM_TOKENS = 48, 16, 64
 
 
-def _sizes(**changes) -> dict[str, object]:
+def _sizes(**changes) -> dict[str, Any]:
     sizes = {
         "num_topk": 4,
         "n_group": 4,
@@ -35,7 +37,9 @@ def _sorted_by_expert(
     return idx.gather(1, order), weights.gather(1, order)
 
 
-def _their_router(family: str, sizes: dict, weight: torch.Tensor, bias: torch.Tensor | None):
+def _their_router(
+    family: str, sizes: dict[str, Any], weight: torch.Tensor, bias: torch.Tensor | None
+) -> Any:
     common = {
         "hidden_size": HIDDEN,
         "num_experts_per_tok": sizes["num_topk"],
@@ -51,7 +55,7 @@ def _their_router(family: str, sizes: dict, weight: torch.Tensor, bias: torch.Te
         config = v2.DeepseekV2Config(
             **common, topk_method=sizes["topk_method"], num_attention_heads=4
         )
-        router = v2.DeepseekV2TopkRouter(config)
+        router: Any = v2.DeepseekV2TopkRouter(config)
     elif family == "deepseek_v3":
         from transformers.models.deepseek_v3 import modeling_deepseek_v3 as v3
 

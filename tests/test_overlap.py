@@ -39,8 +39,9 @@ def test_an_exception_closes_the_other_generator():
         yield
         raise RuntimeError("the reason")
 
+    other = _steps("a", 3, log)  # held here, so that only an explicit close ends it
     with pytest.raises(RuntimeError, match="the reason"):
-        overlap.run([_steps("a", 3, log), fails()])
+        overlap.run([other, fails()])
     assert log == ["a0", "a1", "a closed"]
 
 

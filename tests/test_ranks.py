@@ -23,7 +23,9 @@ def _raise_on_rank_one(info: RankInfo) -> None:
 
 def _die_on_rank_one(info: RankInfo) -> int:
     if info.rank == 1:
+        info.store.wait(["rank 0 is connected"])
         os._exit(3)
+    info.store.set("rank 0 is connected", "")
     return os.getpid()
 
 

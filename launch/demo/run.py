@@ -35,9 +35,13 @@ STATUS_INTERVAL_S = 0.25
 
 def run(args: argparse.Namespace) -> int:
     """0 when every request was answered."""
-    prompts = json.loads((HERE / "prompts.json").read_text(encoding="utf-8"))
-    answers, load = asyncio.run(_demo(from_args(ClusterConfig, args), prompts))
+    answers, load = asyncio.run(_demo(from_args(ClusterConfig, args), read_prompts()))
     return report(answers, load)
+
+
+def read_prompts() -> list[dict[str, str]]:
+    """The shipped prompts, each with its ``kind`` and ``prompt``; they are in no training text."""
+    return json.loads((HERE / "prompts.json").read_text(encoding="utf-8"))
 
 
 async def _demo(

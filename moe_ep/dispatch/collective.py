@@ -120,16 +120,7 @@ class CollectiveDispatcher(Dispatcher):
         self._note_dispatch(plan, sizes)
 
         def finish() -> Dispatched:
-            received = payload.wait()
-            entries, sources = self._wire.unpack(received, row_counts, entry_counts)
-            places = place(entries, spec, mode)
-            layout = LayoutBuffer(spec, mode, places, received.device)
-            first = 0
-            for source in sources:
-                last = first + len(source.row_idx)
-                layout.fill(places.positions[first:last], *source)
-                first = last
-            return layout.finish(_Handle(plan, row_counts, entries, places.positions))
+            return self._lay_out(payload.wait(), plan, row_counts, entry_counts, mode)
 
         return _InFlight(finish)
 
@@ -158,10 +149,29 @@ class CollectiveDispatcher(Dispatcher):
     def destroy(self) -> None:
         """Nothing is held but the caller's group."""
 
+    def _lay_out(
+        self,
+        message: torch.Tensor,
+        plan: SendPlan,
+        row_counts: np.ndarray,
+        entry_counts: np.ndarray,
+        mode: Mode,
+    ) -> Dispatched:
+        entries, sources = self._wire.unpack(message, row_counts, entry_counts)
+        places = place(entries, self.spec, mode)
+        layout = LayoutBuffer(self.spec, mode, places, message.device)
+        first = 0
+        for source in sources:
+            last = first + len(source.row_idx)
+            layout.fill(places.positions[first:last], *source)
+            first = last
+        return layout.finish(_Handle(plan, row_counts, entries, places.positions))
+
     def _start_counts(
         self, plan: SendPlan, device: torch.device
     ) -> Pending[tuple[np.ndarray, np.ndarray]]:
-        counts = np.stack([plan.row_counts, plan.entry_counts], axis=1).astype(np.int32)  # [R, 2]
+        counts = np.empty((self.spec.num_ranks, 2), dtype=np.int32)
+        counts[:, 0], counts[:, 1] = plan.row_counts, plan.entry_counts
         exchange = self._start("counts", torch.from_numpy(counts).to(device), [], [])
 
         def finish() -> tuple[np.ndarray, np.ndarray]:

@@ -54,7 +54,10 @@ class WireFormat:
         for field in ("payload_dtype", "out_dtype"):
             row_bytes = spec.hidden * getattr(spec, field).itemsize
             if row_bytes % WORD_BYTES:
-                return f"hidden: {spec.hidden} given, {row_bytes} bytes a row ({field}) is no multiple of 4"
+                return (
+                    f"hidden: {spec.hidden} given, a row of {row_bytes} bytes ({field}) "
+                    f"is no multiple of {WORD_BYTES}"
+                )
         most = max(spec.max_tokens_per_rank, spec.capacity) * spec.num_slots_per_rank
         if most >= 2**31:
             return f"max_tokens_per_rank x num_slots_per_rank: {most} given, under 2^31 allowed"
@@ -84,9 +87,9 @@ class WireFormat:
         tokens = torch.from_numpy(plan.row_tokens).to(rows.device)
         entries = torch.from_numpy(self._encode_entries(plan)).to(rows.device)
         parts = self._parts(message, plan.row_counts, plan.entry_counts)
-        chosen = tokens.split(plan.row_counts.tolist())
+        chosen = tokens.split_with_sizes(plan.row_counts.tolist())
         for part, part_tokens, part_entries in zip(
-            parts, chosen, entries.split(plan.entry_counts.tolist()), strict=True
+            parts, chosen, entries.split_with_sizes(plan.entry_counts.tolist()), strict=True
         ):
             part.entries.copy_(part_entries)
             torch.index_select(row_words, 0, part_tokens, out=part.rows)
@@ -128,18 +131,13 @@ class WireFormat:
         self, message: torch.Tensor, row_counts: np.ndarray, entry_counts: np.ndarray
     ) -> Iterator[_Parts]:
         """Views of each rank's message."""
-        sizes = np.stack(
-            [
-                entry_counts * ENTRY_WORDS,
-                row_counts * self._num_scales,
-                row_counts * self._data_words,
-            ],
-            axis=1,
-        )
-        pieces = iter(message.split(sizes.ravel().tolist()))
-        for num_rows, num_entries in zip(row_counts.tolist(), entry_counts.tolist(), strict=True):
+        counts = list(zip(row_counts.tolist(), entry_counts.tolist(), strict=True))
+        data, scales = self._data_words, self._num_scales
+        sizes = [n for rows, m in counts for n in (m * ENTRY_WORDS, rows * scales, rows * data)]
+        pieces = iter(message.split_with_sizes(sizes))
+        for rows, num_entries in counts:
             yield _Parts(
                 entries=next(pieces).view(num_entries, ENTRY_WORDS),
-                scales=next(pieces).view(num_rows, self._num_scales),
-                rows=next(pieces).view(num_rows, self._data_words),
+                scales=next(pieces).view(rows, scales),
+                rows=next(pieces).view(rows, data),
             )

@@ -144,11 +144,9 @@ def _filter_ordered(weights: torch.Tensor, params: Sequence[SamplingParams]) -> 
 def _invert_cdf(weights: torch.Tensor, uniforms: Sequence[float]) -> torch.Tensor:
     """The column at which the running sum passes ``uniform * total``, int64 ``[N]``."""
     mass = weights.cumsum(dim=1)
-    total = mass[:, -1:].contiguous()
-    # Below the total even after rounding, so that a column of positive weight is found.
-    target = torch.minimum(
-        _column(uniforms, mass) * total, total.nextafter(torch.zeros_like(total))
-    )
+    # A uniform is at most 1 - 2**-53, so the product rounds below the total, and the column found
+    # has a positive weight.
+    target = _column(uniforms, mass) * mass[:, -1:]
     return torch.searchsorted(mass, target, right=True).squeeze(1)
 
 
@@ -187,7 +185,8 @@ def _token_logprobs(
 ) -> list[TokenLogprobs]:
     """One entry per row. The rank of a token is one more than the number of likelier ones."""
     below = _below_top(logits)
-    log_total = below.exp().sum(dim=1, keepdim=True, dtype=torch.float64).log()
+    # A running sum, since the order in which torch.sum adds depends on the number of rows.
+    log_total = below.exp().cumsum(dim=1, dtype=torch.float64)[:, -1:].log()
     own = torch.tensor(token_ids, device=logits.device)[:, None]  # [N, 1]
     top = _most_likely(logits, min(num_top, logits.shape[1]))  # [N, k]
     ranks = (logits > logits.gather(1, own)).sum(dim=1) + 1

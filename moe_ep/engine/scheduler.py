@@ -105,18 +105,17 @@ class Scheduler:
         """
         batch = ScheduledBatch()
         budget = self.max_num_batched_tokens - sum(r.is_decode for r in self._running)
-        num_before = self.num_running
         # 1. Running requests, oldest first; making room shortens the list at its young end.
         position = 0
         while position < len(self._running):
             budget -= self._continue(self._running[position], budget, batch)
             position += 1
-        # 2. New and resumed ones, unless one has just been preempted for want of blocks.
-        if self.num_running == num_before:
-            while budget > 0 and self._can_start_next():
-                request = self._waiting.popleft()
-                self._running.append(request)
-                budget -= self._continue(request, budget, batch)
+        # 2. New and resumed ones. None preempted above can be among them: of its blocks at least
+        # one was needed elsewhere, and it would have to get back as many.
+        while budget > 0 and self._can_start_next():
+            request = self._waiting.popleft()
+            self._running.append(request)
+            budget -= self._continue(request, budget, batch)
         assert batch.num_tokens > 0 or not self.has_work, "no request could take part in the step"
         return batch
 

@@ -84,8 +84,8 @@ class GroupSync(StepSync):
         self._rank = rank
         self._num_ranks = num_ranks
         self._timeout = timedelta(seconds=timeout_s)
-        self._waiter = store.clone()
-        self._setter = store.clone()
+        self._waiter = store.clone()  # type: ignore[attr-defined]  # missing in torch's stubs
+        self._setter = store.clone()  # type: ignore[attr-defined]
         self._lock = threading.Lock()  # guards _setter and _is_asleep
         self._is_asleep = False
         self._wave = 0

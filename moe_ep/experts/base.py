@@ -47,7 +47,12 @@ class ExpertWeights:
 class Experts(ABC):
     """The experts of one MoE layer that live on this rank."""
 
+    spec: ExpertSpec
     row_alignment: int  # alignment that the contiguous layout must have for this backend
+
+    @abstractmethod
+    def __init__(self, spec: ExpertSpec) -> None:
+        """All slots are empty. Raises ValueError with the reason when the spec is not supported."""
 
     @classmethod
     @abstractmethod

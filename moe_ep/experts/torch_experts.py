@@ -221,4 +221,6 @@ def _restore(
         return dequantize_blocks(weight, scale, dtype)
     if scale is not None:
         raise ValueError(f"{name}_scale is given, but {name} is {weight.dtype}, not {FP8}")
+    if weight.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+        raise ValueError(f"{name} must be BF16, FP16, float32 or {FP8}, got {weight.dtype}")
     return weight.to(dtype, copy=True)

@@ -94,18 +94,18 @@ def scatter(
 
 
 def naive(case: Case) -> torch.Tensor:
-    """float64 ``[T, N, v]``: rebuild every key and value, one query token at a time."""
-    spec, w_kv_b = case.spec, case.w_kv_b.double()
-    w_uk, w_uv = w_kv_b[:, : spec.qk_nope_head_dim], w_kv_b[:, spec.qk_nope_head_dim :]
-    rows, q = [], iter(case.q.double())
-    for latent, context in zip(case.latents, case.batch.context_lens, strict=True):
-        for last in range(context, len(latent)):
-            seen = latent[: last + 1].double()
-            compressed, rotated = seen[:, : spec.kv_lora_rank], seen[:, spec.kv_lora_rank :]
-            query = next(q)
-            keys = torch.einsum("npc,tc->ntp", w_uk, compressed)
-            scores = torch.einsum("np,ntp->nt", query[:, : spec.qk_nope_head_dim], keys)
-            scores += query[:, spec.qk_nope_head_dim :] @ rotated.T
-            probs = (scores * spec.softmax_scale).softmax(-1)
-            rows.append(torch.einsum("nt,nvc,tc->nv", probs, w_uv, compressed))
-    return torch.stack(rows) if rows else case.q.double()[..., :0].new_empty(0, 0, 0)
+    """float64 ``[T, N, v]``: rebuild every key and value, one request at a time."""
+    spec = case.spec
+    w_uk, w_uv = case.w_kv_b.double().split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
+    outs = []
+    queries = case.q.double().split(case.batch.query_lens)
+    for latent, q, context in zip(case.latents, queries, case.batch.context_lens, strict=True):
+        compressed, rotated = latent.double().split([spec.kv_lora_rank, spec.qk_rope_head_dim], -1)
+        keys = torch.einsum("npc,tc->ntp", w_uk, compressed)
+        values = torch.einsum("nvc,tc->ntv", w_uv, compressed)
+        keys = torch.cat([keys, rotated.expand(spec.num_heads, -1, -1)], dim=-1)
+        scores = torch.einsum("qnd,ntd->nqt", q, keys) * spec.softmax_scale
+        last_seen = context + torch.arange(len(q))
+        scores.masked_fill_(torch.arange(len(latent)) > last_seen[:, None], -torch.inf)
+        outs.append(torch.einsum("nqt,ntv->qnv", scores.softmax(-1), values))
+    return torch.cat(outs)

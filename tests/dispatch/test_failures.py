@@ -141,16 +141,18 @@ def test_capacity_exceeded_is_refused_before_the_exchange(rank_pool: RankPool):
 
 def _lose_rank_one(info: RankInfo, stage: str, is_dead: bool) -> str:
     case = Case("uniform", (4, 4))
-    group = dist.new_group(timeout=timedelta(seconds=1.5))
+    group = dist.new_group(timeout=timedelta(seconds=3))
     dispatcher = create_dispatcher("collective", case.spec, group)
     inputs = inputs_of(case, info.rank)
-    dist.barrier()
+    if info.rank == 0:
+        info.store.set("rank 0 is connected", "")
+    info.store.wait(["rank 0 is connected"])
 
     def stop_here(now: str) -> None:
         if info.rank == 1 and stage == now:
             if is_dead:
                 os._exit(1)
-            time.sleep(4)
+            time.sleep(5)
 
     try:
         stop_here("counts")

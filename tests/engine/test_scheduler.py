@@ -109,6 +109,15 @@ def test_a_new_request_waits_until_all_its_prompt_has_room():
     assert scheduler.num_waiting == 2
 
 
+def test_a_new_request_leaves_room_for_the_next_token_of_all():
+    scheduler = make_scheduler(num_blocks=3)
+    add(scheduler, "a", 4, max_tokens=2)
+    add(scheduler, "b", 4, max_tokens=2)
+    assert run(scheduler)[0] == [("a!", 0, 4)]  # both would need a second block at once
+    assert run(scheduler)[0] == ["a"]
+    assert run(scheduler)[0] == [("b!", 0, 4)]
+
+
 def test_a_batch_that_is_not_run_is_picked_again():
     scheduler = make_scheduler(num_blocks=5, seqs=4, budget=6)
     add(scheduler, "a", 5, max_tokens=9)

@@ -105,6 +105,8 @@ class Traffic(RuleBasedStateMachine):
 
     def check_preempted_are_younger(self, computed):
         running = {request.request_id: request.arrival for request in self.scheduler._running}
+        for request in self.scheduler._running:  # preempted and started again in one go?
+            assert request.num_computed_tokens == computed.get(request.request_id, 0)
         lost = [int(name[1:]) for name in computed if name not in running]
         kept = [arrival for name, arrival in running.items() if name in computed]
         assert not lost or max(kept) < min(lost)

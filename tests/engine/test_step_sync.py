@@ -142,7 +142,7 @@ def wake_worker(info, waker, idle_s):
 
 
 def cpu_seconds_asleep(sync, wake_after_s):
-    """Sleep until somebody wakes this rank: a timer, started once it counts as asleep, or a peer."""
+    """Sleep until a timer, started once this rank counts as asleep, or a peer wakes it."""
 
     def starts_timer():
         if wake_after_s is not None:
@@ -152,6 +152,26 @@ def cpu_seconds_asleep(sync, wake_after_s):
     start = time.process_time()
     sync.sleep(starts_timer)
     return time.process_time() - start
+
+
+def arrives_unseen(sync):
+    """Work that comes right after this rank has looked for it."""
+    sync.wake()
+    return False
+
+
+def unseen_worker(info):
+    sync = make_sync(info)
+    for waker in range(info.num_ranks):
+        sync.agree([0])
+        sync.sleep(lambda is_waker=info.rank == waker: arrives_unseen(sync) if is_waker else False)
+
+
+@pytest.mark.timeout(60)
+def test_work_that_comes_between_the_look_and_the_sleep_is_not_lost(rank_pool):
+    rank_pool.run(unseen_worker, 2)
+    sync = LocalSync()
+    sync.sleep(lambda: arrives_unseen(sync))
 
 
 @pytest.mark.parametrize("waker", [0, 1, 2])

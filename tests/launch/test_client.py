@@ -1,4 +1,4 @@
-"""The front end over real ranks: what comes back, what is refused, and what a failure looks like."""
+"""The front end over real ranks: what comes back, what is refused, what a failure looks like."""
 
 import asyncio
 import os
@@ -27,7 +27,8 @@ RUNNER_TIMEOUT_S = 60.0
 
 def _config(**flags: Any) -> EngineConfig:
     model = str(tiny_checkpoint("v3").path)
-    return EngineConfig(**{"model": model, "ep_size": 2, "num_kv_blocks": 64} | flags)
+    defaults: dict[str, Any] = {"model": model, "ep_size": 2, "num_kv_blocks": 64}
+    return EngineConfig(**defaults | flags)
 
 
 class Bench:
@@ -64,7 +65,7 @@ async def _tokens(client: EngineClient, prompt: list[int], params: SamplingParam
 
 def _reference(prompt: list[int], count: int) -> list[int]:
     reference = tiny_checkpoint("v3").reference
-    out = reference.generate(
+    out = reference.generate(  # type: ignore[operator]
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
         max_new_tokens=count,

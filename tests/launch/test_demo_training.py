@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.demo.architecture import build_model, model_config
+from launch.demo.architecture import MAX_CONTEXT, build_model, model_config
 from launch.demo.corpus import (
     HELD_OUT_CODE,
     HELD_OUT_VERSE,
@@ -79,7 +79,7 @@ def test_windows_predict_every_token_once():
 
 def test_batch_is_half_of_each_kind():
     streams = {"verse": torch.full((50,), 1), "code": torch.full((70,), 2)}
-    batch = sample_batch(streams, num_windows=6, context=8, generator=torch.Generator())
+    batch = sample_batch(streams, num_windows_per_kind=3, context=8, generator=torch.Generator())
     assert batch.shape == (6, 9)
     assert batch[:, 0].tolist() == [1, 1, 1, 2, 2, 2]
 
@@ -91,10 +91,17 @@ def test_learning_rate_warms_up_stays_and_falls_to_zero():
     assert config.lr_factor(1000, 1.0) == pytest.approx(0.0)
 
 
-@pytest.mark.parametrize("wrong", [{"minutes": 0}, {"minutes": 1, "num_tokens_per_step": 1024}])
-def test_config_refuses_what_cannot_run(wrong: dict[str, int]):
-    with pytest.raises(ValueError, match="must be"):
-        TrainConfig(**wrong)
+def test_windows_grow_and_their_number_falls_but_not_below_one():
+    config = TrainConfig(minutes=1, num_tokens_per_step=1024)
+    assert config.context(0.0) == config.short_context
+    assert config.context(1.0) == MAX_CONTEXT
+    assert config.num_windows_per_kind(256) == 2
+    assert config.num_windows_per_kind(1024) == 1
+
+
+def test_a_run_of_no_time_is_refused():
+    with pytest.raises(ValueError, match="must be positive, got 0"):
+        TrainConfig(minutes=0)
 
 
 def test_balancer_raises_the_bias_of_idle_experts():
@@ -121,10 +128,14 @@ def test_one_tiny_run_trains_exports_and_loads(tmp_path: Path):
         "verse": Split(train=[SCENE * 20], held_out=[SCENE * 20]),
         "code": Split(train=["x = 1\n" * 500], held_out=["y = 2\n" * 500]),
     }
-    config = TrainConfig(minutes=1e-5, num_tokens_per_step=2048, num_report_tokens=1024)
-    Trainer(tmp_path / "run", corpus, config).run()
+    config = TrainConfig(minutes=1e-5, num_report_tokens=1024)
+    initial = build_model(seed=1).state_dict()
+    Trainer(tmp_path / "run", corpus, config, initial).run()
     trained = load_file(tmp_path / "run" / WEIGHTS_FILE)
     assert all(tensor.dtype is torch.float32 for tensor in trained.values())
+    assert trained.keys() == initial.keys()
+    largest_move = max((trained[name] - initial[name]).abs().max() for name in trained)
+    assert 0 < largest_move < 0.01  # one step from the given weights, not from fresh ones
     export(trained, model_config(), tmp_path / "model")
     with torch.no_grad():
         logits = load_dequantized(tmp_path / "model")(torch.tensor([[1, 2, 3]])).logits

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -40,7 +41,8 @@ def test_results_come_in_the_order_of_the_prompts(llm: LLM):
 def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM):
     (by_text,) = llm.generate(PROMPTS[0], GREEDY)
     ids = by_text.prompt_token_ids
-    for form in (ids, tuple(ids), {"prompt_token_ids": ids}, [ids], {"prompt": PROMPTS[0]}):
+    forms: list[Any] = [ids, tuple(ids), {"prompt_token_ids": ids}, [ids], {"prompt": PROMPTS[0]}]
+    for form in forms:
         (result,) = llm.generate(form, GREEDY)
         assert result.outputs == by_text.outputs
         assert result.prompt_token_ids == ids

@@ -123,5 +123,5 @@ def test_bad_chat_requests(fields: dict[str, Any], param: str):
 
 
 def test_all_problems_are_in_one_message():
-    with pytest.raises(ApiError, match="n: .*; colour: unknown field"):
+    with pytest.raises(ApiError, match=r"n: .*; colour: unknown field"):
         _completion(n="x", colour="red")
