@@ -13,7 +13,7 @@ GPU_LIBRARIES = ("deep_ep", "deep_gemm", "flash_mla", "triton")
 
 # Layers from the bottom up; a module may import its own layer and those before it.
 LAYERS = [
-    ("eplb", "moe_ep.config", "moe_ep.model_config", "moe_ep.progress"),
+    ("eplb", "moe_ep.config", "moe_ep.progress"),
     ("attention", "moe_ep.fp8", "moe_ep.linear", "moe_ep.gate", "moe_ep.dispatch"),
     ("moe_ep.experts",),
     ("moe_ep.layer", "moe_ep.overlap"),

@@ -110,7 +110,11 @@ def _panels(answers: Sequence[Answer]) -> "RenderableType":
     from rich.text import Text
 
     panels = [
-        Panel(Text.assemble((answer.prompt, "dim"), answer.text), title=answer.kind, expand=True)
+        Panel(
+            Text.assemble((answer.prompt, "dim"), answer.text, overflow="fold"),
+            title=answer.kind,
+            expand=True,
+        )
         for answer in answers
     ]
     return Columns(panels, equal=True, expand=True)

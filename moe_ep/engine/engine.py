@@ -14,7 +14,7 @@ import torch
 from moe_ep.config import EngineConfig
 from moe_ep.engine.assemble import Assembly, EngineInfo, assemble
 from moe_ep.engine.batch import ScheduledBatch
-from moe_ep.engine.request import EngineRequest, StepOutput
+from moe_ep.engine.request import EngineRequest, FinishReason, StepOutput
 from moe_ep.engine.step_shape import StepKind, StepShape, Vote, derive
 from moe_ep.engine.world import World
 from moe_ep.progress import Progress
@@ -160,9 +160,18 @@ class Engine:
         while not self._inbox.empty():
             item = self._inbox.get()
             if isinstance(item, EngineRequest):
-                self._scheduler.add(item)
+                self._admit(item)
             elif (output := self._scheduler.abort(item)) is not None:
                 self._emit([output])
+
+    def _admit(self, request: EngineRequest) -> None:
+        """The front end has asked the same rules before; one request it let through by mistake
+        must not end the others."""
+        try:
+            self._scheduler.add(request)
+        except ValueError as error:
+            logger.error("request %s aborted: %s", request.request_id, error)
+            self._emit([StepOutput(request.request_id, (), finish_reason=FinishReason.ABORT)])
 
     def _emit(self, outputs: list[StepOutput]) -> None:
         if outputs:

@@ -83,7 +83,7 @@ def test_bench_knows_its_names(capsys: pytest.CaptureFixture[str], monkeypatch: 
             return 7
 
     for name in BENCHMARKS:
-        monkeypatch.setitem(sys.modules, f"bench.{name}", Benchmark)  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, f"bench.{name}", Benchmark)
         assert main(["bench", name.replace("_", "-"), "--batch", "1", "x"]) == 7
     assert given == [["--batch", "1", "x"]] * len(BENCHMARKS)
 
