@@ -31,14 +31,30 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+def _flash_mla() -> type[AttentionBackend]:
+    from attention.flash_mla_attention import FlashMlaAttention
+
+    return FlashMlaAttention
+
+
 def _torch() -> type[AttentionBackend]:
     from attention.torch_attention import TorchAttention
 
     return TorchAttention
 
 
+def _triton() -> type[AttentionBackend]:
+    from attention.triton_attention import TritonAttention
+
+    return TritonAttention
+
+
 # In the order in which "auto" prefers them. An entry imports its libraries when called.
-_BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {"torch": _torch}
+_BACKENDS: dict[str, Callable[[], type[AttentionBackend]]] = {
+    "flash_mla": _flash_mla,
+    "torch": _torch,
+    "triton": _triton,
+}
 
 
 def attention_backend_names() -> tuple[str, ...]:

@@ -3,8 +3,9 @@
 Every conversion between FP8 and wider types in the engine goes through this module, so that the
 CPU and the GPU backends see the same bits. The convention is DeepGEMM's: e4m3 values with
 ``value = fp8 * scale`` and ``scale = max(amax, 1e-4) / 448`` in float32, one scale per block; the
-last block of a dimension may be short. The module knows nothing of layouts: a scale tensor is
-always row-major, and a backend that wants another order re-orders it.
+last block of a dimension may be short. With ``use_ue8m0`` the scale is rounded up to a power of
+two, the only kind that SM100 multiplies with. The module knows nothing of layouts: a scale tensor
+is always row-major, and a backend that wants another order re-orders it.
 
 NaN is data, not an error: a block that holds NaN or infinity restores to NaN or infinity somewhere
 in that block and in no other, so padding rows may hold anything.
@@ -33,10 +34,11 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
-def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_rows(x: torch.Tensor, *, use_ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise each row in blocks of 128 along the last dimension.
 
     x: ``[..., H]`` BF16, FP16 or float32; may be non-contiguous; not modified.
+    use_ue8m0: round the scales up to powers of two.
     Returns new contiguous tensors: e4m3 ``[..., H]`` and float32 scales ``[..., ceil(H / 128)]``.
     A row's result depends on that row alone.
     Raises ValueError for another dtype, a scalar, or H = 0.
@@ -44,7 +46,8 @@ def quantize_rows(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     _check_wide("x", x)
     _check_width("x", x)
     chunks = x.reshape(-1, x.shape[-1]).split(_CHUNK_ROWS)
-    q, scales = (_joined(parts) for parts in zip(*map(_quantize, chunks), strict=True))
+    quantized = (_quantize(chunk, use_ue8m0) for chunk in chunks)
+    q, scales = (_joined(parts) for parts in zip(*quantized, strict=True))
     return q.view(x.shape), scales.view(*x.shape[:-1], scales.shape[1])
 
 
@@ -65,10 +68,13 @@ def dequantize_rows(q: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -
     return _joined(parts).view(q.shape)
 
 
-def quantize_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_blocks(
+    w: torch.Tensor, *, use_ue8m0: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantise a weight matrix in 128x128 blocks.
 
     w: ``[N, K]`` BF16, FP16 or float32; not modified.
+    use_ue8m0: round the scales up to powers of two.
     Returns e4m3 ``[N, K]`` and float32 scales ``[ceil(N / 128), ceil(K / 128)]``.
     Raises ValueError for another dtype or another number of dimensions.
     """
@@ -77,7 +83,7 @@ def quantize_blocks(w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     num_rows, num_cols = w.shape
     padded = F.pad(w.float(), (0, -num_cols % BLOCK, 0, -num_rows % BLOCK))
     blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))  # [N/128, 128, K/128, 128]
-    scales = blocks.abs().amax(dim=(1, 3)).clamp_min_(MIN_AMAX).div_(FP8_MAX)
+    scales = _scales(blocks.abs().amax(dim=(1, 3)), use_ue8m0)
     q = (blocks / scales[:, None, :, None]).to(FP8).reshape(padded.shape)
     return q[:num_rows, :num_cols].contiguous(), scales
 
@@ -101,9 +107,25 @@ def dequantize_blocks(w: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) 
     return restored
 
 
-def _quantize(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def ceil_to_power_of_two(scales: torch.Tensor) -> torch.Tensor:
+    """The smallest powers of two that are not below the scales (float32, positive).
+
+    NaN and infinity become 2^127, so that every result is a power of two; the FP8 value of such an
+    element carries its NaN.
+    """
+    bits = scales.view(torch.int32)
+    exponents = (bits >> 23) + ((bits & 0x7FFFFF) != 0)
+    return (exponents.clamp_(1, 254) << 23).view(torch.float32)
+
+
+def _scales(amax: torch.Tensor, use_ue8m0: bool) -> torch.Tensor:
+    scales = amax.clamp_min_(MIN_AMAX).div_(FP8_MAX)
+    return ceil_to_power_of_two(scales) if use_ue8m0 else scales
+
+
+def _quantize(rows: torch.Tensor, use_ue8m0: bool) -> tuple[torch.Tensor, torch.Tensor]:
     blocks = _to_blocks(rows.float())
-    scales = blocks.abs().amax(dim=1, keepdim=True).clamp_min_(MIN_AMAX).div_(FP8_MAX)
+    scales = _scales(blocks.abs().amax(dim=1, keepdim=True), use_ue8m0)
     q = _from_blocks((blocks / scales).to(FP8), rows.shape[1])
     return q, scales.view(len(rows), num_blocks(rows.shape[1]))
 

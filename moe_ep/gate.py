@@ -57,7 +57,7 @@ class Gate:
         self.norm_topk_prob = norm_topk_prob
         self.routed_scaling_factor = routed_scaling_factor
         group_size = weight.shape[0] // n_group
-        self._num_best_of_group = min(2, group_size) if topk_method == "noaux_tc" else 1
+        self.num_best_of_group = min(2, group_size) if topk_method == "noaux_tc" else 1
 
     @property
     def num_experts(self) -> int:
@@ -82,10 +82,10 @@ class Gate:
 
     def _keep_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
         grouped = choice.unflatten(1, (self.n_group, -1))  # [T, G, E / G]
-        if self._num_best_of_group == 1:
+        if self.num_best_of_group == 1:
             group_scores = grouped.amax(dim=-1)
         else:
-            group_scores = grouped.topk(self._num_best_of_group, dim=-1).values.sum(dim=-1)
+            group_scores = grouped.topk(self.num_best_of_group, dim=-1).values.sum(dim=-1)
         kept = group_scores.topk(self.topk_group, dim=-1, sorted=False).indices
         is_dropped = torch.ones_like(group_scores, dtype=torch.bool).scatter_(1, kept, False)
         return grouped.masked_fill(is_dropped.unsqueeze(-1), float("-inf")).flatten(1)

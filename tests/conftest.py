@@ -1,5 +1,6 @@
 """Fixtures shared by all tests."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -7,6 +8,10 @@ import torch
 
 from launch.ray_cluster import RaySession
 from tests.ranks import RankPool
+
+if not torch.cuda.is_available():
+    # Before any test: triton reads it when it is first imported, by whomever.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -15,6 +15,8 @@ GPU_LIBRARIES = ("deep_ep", "deep_gemm", "flash_mla", "triton")
 LAYERS = [
     ("eplb", "moe_ep.config", "moe_ep.progress"),
     ("attention", "moe_ep.fp8", "moe_ep.linear", "moe_ep.gate", "moe_ep.dispatch"),
+    ("moe_ep.kernels",),
+    ("moe_ep.deep_gemm_library", "moe_ep.linear_fp8"),
     ("moe_ep.experts",),
     ("moe_ep.layer", "moe_ep.overlap"),
     ("moe_ep.model",),
@@ -22,6 +24,9 @@ LAYERS = [
     ("launch",),
     ("bench",),
 ]
+# Triton compiles module-level functions only, so these modules import it when they are imported;
+# which happens inside the functions that launch their kernels, and nowhere else.
+KERNEL_MODULES = ("attention.triton_kernels", "attention.triton_latent", "moe_ep.kernels.")
 # `from moe_ep import LLM` is what users type, so the package's door opens upwards, lazily.
 EXEMPT = {"moe_ep"}
 
@@ -44,6 +49,23 @@ def _imports(path: Path) -> set[str]:
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
     return {name for name in found if name.split(".")[0] in PACKAGES}
+
+
+def _imports_when_imported(path: Path) -> set[str]:
+    """Names of modules that are imported outside of functions and type checking."""
+    found: set[str] = set()
+    pending: list[ast.stmt] = list(ast.parse(path.read_text(encoding="utf-8")).body)
+    while pending:
+        node = pending.pop()
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.If):
+            pending += [
+                child for child in ast.iter_child_nodes(node) if isinstance(child, ast.stmt)
+            ]
+    return found
 
 
 def _layer(module: str) -> int | None:
@@ -80,9 +102,22 @@ def test_eplb_and_attention_know_nothing_of_the_engine():
     assert wrong == []
 
 
+def test_kernels_are_imported_where_they_are_launched():
+    wrong = [
+        f"{module} imports {imported}"
+        for module, path in _modules().items()
+        if not module.startswith(KERNEL_MODULES)
+        for imported in _imports_when_imported(path)
+        if imported.startswith((*KERNEL_MODULES, "triton"))
+    ]
+    assert wrong == []
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_importing_touches_no_device_and_no_gpu_library(package: str):
-    modules = [m for m in _modules() if m.split(".")[0] == package]
+    modules = [
+        m for m in _modules() if m.split(".")[0] == package and not m.startswith(KERNEL_MODULES)
+    ]
     code = f"""
 import importlib, os, sys
 before = dict(os.environ)

@@ -41,6 +41,18 @@ def _local() -> type[Dispatcher]:
     return LocalDispatcher
 
 
+def _deepep() -> type[Dispatcher]:
+    from moe_ep.dispatch.deep_ep_v1 import DeepEpV1Dispatcher
+
+    return DeepEpV1Dispatcher
+
+
+def _deepep_v2() -> type[Dispatcher]:
+    from moe_ep.dispatch.deep_ep_v2 import DeepEpV2Dispatcher
+
+    return DeepEpV2Dispatcher
+
+
 def _collective() -> type[Dispatcher]:
     from moe_ep.dispatch.collective import CollectiveDispatcher
 
@@ -48,7 +60,12 @@ def _collective() -> type[Dispatcher]:
 
 
 # In the order in which "auto" tries them.
-BACKENDS: dict[str, Callable[[], type[Dispatcher]]] = {"local": _local, "collective": _collective}
+BACKENDS: dict[str, Callable[[], type[Dispatcher]]] = {
+    "local": _local,
+    "deepep": _deepep,
+    "deepep_v2": _deepep_v2,
+    "collective": _collective,
+}
 
 
 def resolve_backend(name: str, spec: DispatchSpec) -> tuple[str, str]:

@@ -34,6 +34,7 @@ from moe_ep.dispatch.layout import (
 )
 from moe_ep.dispatch.routing import (
     SendPlan,
+    check_group,
     check_outputs,
     plan_send,
     read_choices,
@@ -83,14 +84,10 @@ class CollectiveDispatcher(Dispatcher):
     def __init__(self, spec: DispatchSpec, group: ProcessGroup | None) -> None:
         if (problem := self.supports(spec)) is not None:
             raise ValueError(problem)
-        if group is None:
-            raise ValueError(f"group: None given, {spec.num_ranks} ranks need a process group")
-        if group.size() != spec.num_ranks:
-            raise ValueError(f"group: {group.size()} ranks given, num_ranks = {spec.num_ranks}")
+        self._group = check_group(group, spec)
         self.spec = spec
         self.traffic = Traffic()
-        self._group = group
-        self._rank = group.rank()
+        self._rank = self._group.rank()
         self._wire = WireFormat(spec)
 
     @classmethod

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torch.distributed import ProcessGroup
 
 from moe_ep.dispatch.base import Dispatched, DispatchSpec, Mode
 from moe_ep.fp8 import FP8
@@ -67,13 +68,7 @@ def read_choices(
     spec: DispatchSpec,
 ) -> Choices:
     """List the valid choices; raises ValueError that names the argument that is wrong."""
-    _check_tensors(x, topk_slots, topk_weights, spec)
-    field = "capacity" if mode is Mode.LOW_LATENCY else "max_tokens_per_rank"
-    if len(x) > getattr(spec, field):
-        raise ValueError(
-            f"x: {len(x)} tokens given, at most {field} = {getattr(spec, field)} "
-            f"allowed in {mode.value} mode"
-        )
+    check_inputs(x=x, topk_slots=topk_slots, topk_weights=topk_weights, mode=mode, spec=spec)
     flat = topk_slots.cpu().numpy().reshape(-1)
     if flat.size and (flat.min() < -1 or flat.max() >= spec.num_slots):
         raise ValueError(
@@ -83,6 +78,33 @@ def read_choices(
     valid = np.flatnonzero(flat >= 0)
     weights = topk_weights.cpu().numpy().reshape(-1)[valid]
     return Choices(valid // topk_slots.shape[1], flat[valid], weights)
+
+
+def check_inputs(
+    *,
+    x: torch.Tensor,
+    topk_slots: torch.Tensor,
+    topk_weights: torch.Tensor,
+    mode: Mode,
+    spec: DispatchSpec,
+) -> None:
+    """Check all that can be seen without reading values, so that no device is waited for."""
+    _check_tensors(x, topk_slots, topk_weights, spec)
+    field = "capacity" if mode is Mode.LOW_LATENCY else "max_tokens_per_rank"
+    if len(x) > getattr(spec, field):
+        raise ValueError(
+            f"x: {len(x)} tokens given, at most {field} = {getattr(spec, field)} "
+            f"allowed in {mode.value} mode"
+        )
+
+
+def check_group(group: ProcessGroup | None, spec: DispatchSpec) -> ProcessGroup:
+    """The group, when it has the ranks of the spec."""
+    if group is None:
+        raise ValueError(f"group: None given, {spec.num_ranks} ranks need a process group")
+    if group.size() != spec.num_ranks:
+        raise ValueError(f"group: {group.size()} ranks given, num_ranks = {spec.num_ranks}")
+    return group
 
 
 def plan_send(choices: Choices, *, num_tokens: int, num_ranks: int, num_slots: int) -> SendPlan:

@@ -17,14 +17,30 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 
+def _deep_gemm() -> type[Experts]:
+    from moe_ep.experts.deep_gemm_experts import DeepGemmExperts
+
+    return DeepGemmExperts
+
+
 def _torch() -> type[Experts]:
     from moe_ep.experts.torch_experts import TorchExperts
 
     return TorchExperts
 
 
+def _triton() -> type[Experts]:
+    from moe_ep.experts.triton_experts import TritonExperts
+
+    return TritonExperts
+
+
 # In the order in which "auto" tries them. An entry imports its libraries when called.
-BACKENDS: dict[str, Callable[[], type[Experts]]] = {"torch": _torch}
+BACKENDS: dict[str, Callable[[], type[Experts]]] = {
+    "deep_gemm": _deep_gemm,
+    "torch": _torch,
+    "triton": _triton,
+}
 
 
 def resolve_backend(name: str, spec: ExpertSpec) -> tuple[str, str]:

@@ -10,6 +10,8 @@ import torch
 
 from moe_ep.dispatch.base import Dispatched
 
+CPU = torch.device("cpu")
+
 
 @dataclass(frozen=True)
 class ExpertSpec:
@@ -19,6 +21,9 @@ class ExpertSpec:
     is_fp8: the checkpoint's expert weights are FP8 with 128x128 scales; activations are then
         quantised per 1x128 before the down projection too, as the GPU kernels do, unless the
         compute dtype is float32.
+    device: where weights are kept and rows arrive.
+    expected_rows: rows that a slot gets on average in a full low-latency step, when known; kernels
+        are tuned by it, results do not depend on it.
     """
 
     num_slots: int
@@ -26,6 +31,8 @@ class ExpertSpec:
     intermediate: int
     dtype: torch.dtype
     is_fp8: bool
+    device: torch.device = CPU
+    expected_rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -48,7 +55,9 @@ class Experts(ABC):
     """The experts of one MoE layer that live on this rank."""
 
     spec: ExpertSpec
-    row_alignment: int  # alignment that the contiguous layout must have for this backend
+    row_alignment: int
+    """What this backend needs of both layouts: slots start at multiples of it (contiguous), and
+    have room for a multiple of it (masked: C)."""
 
     @abstractmethod
     def __init__(self, spec: ExpertSpec) -> None:

@@ -4,6 +4,7 @@ Every input is a function of the case and the rank, so anyone can recompute what
 """
 
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -115,10 +116,15 @@ def _slots(case: Case, rank: int, generator: torch.Generator) -> torch.Tensor:
     return slots
 
 
-def payload_of(case: Case, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+Quantizer = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+def payload_of(
+    case: Case, x: torch.Tensor, quantize: Quantizer = quantize_rows
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows as they travel, and their values after the way, float32."""
     if case.payload_dtype == FP8:
-        q, scales = quantize_rows(x)
+        q, scales = quantize(x)
         return q, dequantize_rows(q, scales, torch.float32)
     rows = x.to(case.payload_dtype)
     return rows, rows.float()
@@ -172,10 +178,10 @@ def expected_rows(case: Case, rank: int) -> list[list[torch.Tensor]]:
     return received
 
 
-def expected_output(case: Case, rank: int) -> torch.Tensor:
+def expected_output(case: Case, rank: int, quantize: Quantizer = quantize_rows) -> torch.Tensor:
     """``[T, H]``: per token, ranks in order; per rank, its weighted experts in order of k."""
     inputs = inputs_of(case, rank)
-    _, values = payload_of(case, inputs.x)
+    _, values = payload_of(case, inputs.x, quantize)
     out = torch.zeros(len(inputs.x), case.hidden)
     for token, slots in enumerate(inputs.topk_slots.tolist()):
         for peer in range(case.num_ranks):

@@ -1,0 +1,185 @@
+"""The attention core through FlashMLA: its dense decode kernel for Hopper, and torch for prefill.
+
+The library ends the process on some inputs that its argument checks let through, so ``supports``
+refuses them first. Its schedule of a step is an object that the first layer's call fills, on the
+device, from the lengths of the step, and that it would use again for other lengths without a word:
+here every plan makes its own, which all layers of the step share.
+
+Shape letters: D decode tokens, b requests of a call, s query tokens of each, N heads.
+"""
+
+import importlib
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from attention.base import (
+    BLOCK_SIZE,
+    AttentionBackend,
+    AttentionBatch,
+    AttentionPlan,
+    AttentionSpec,
+)
+from attention.torch_attention import TorchAttention, TorchPlan
+
+PAGE_SIZE = 64
+LATENT_DIM, KV_LORA_RANK = 576, 512
+MAX_SM_PARTS = 160  # the library ends the process above; parts never outnumber the SMs
+
+
+@dataclass(frozen=True)
+class _Call:
+    """Decodes with equally many new tokens, which one call of the library serves.
+
+    token_rows: int64 ``[b * s]``, rows among the decode tokens; None when these are all of them in
+    order. block_table: int32 ``[b, blocks]``; entries past a request's blocks are 0 and not read.
+    lengths: int32 ``[b]``, cached tokens, the new ones included. schedule: the library's object.
+    """
+
+    num_queries: int
+    token_rows: torch.Tensor | None
+    block_table: torch.Tensor
+    lengths: torch.Tensor
+    schedule: Any
+
+
+@dataclass(frozen=True)
+class FlashMlaPlan(AttentionPlan):
+    """prefill: the plan of the step's prefill chunks alone."""
+
+    calls: tuple[_Call, ...]
+    prefill: TorchPlan
+
+
+class FlashMlaAttention(AttentionBackend):
+    """Absorb path: one call of FlashMLA per layer and number of new tokens. Expand path: torch."""
+
+    def __init__(self, spec: AttentionSpec, *, device: torch.device | str = "cpu") -> None:
+        if reason := self.supports(spec):
+            raise ValueError(reason)
+        self.spec = spec
+        self.device = torch.device(device)
+        self._library = importlib.import_module("flash_mla")
+        self._expand = TorchAttention(spec, device=device)
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        if spec.dtype is not torch.bfloat16:
+            return f"flash_mla attends in bfloat16 here, not {spec.dtype}"
+        sizes = (spec.latent_dim, spec.kv_lora_rank)
+        if sizes != (LATENT_DIM, KV_LORA_RANK):
+            return (
+                f"flash_mla reads latents of {LATENT_DIM} values, {KV_LORA_RANK} of them"
+                f" compressed; this model has {sizes[0]} and {sizes[1]}"
+            )
+        if spec.num_heads < 1:
+            return f"num_heads: {spec.num_heads} given, must be at least 1"
+        if BLOCK_SIZE != PAGE_SIZE:
+            return f"flash_mla reads pages of {PAGE_SIZE} tokens, the cache has {BLOCK_SIZE}"
+        return _library_problem() or _device_problem()
+
+    def plan(self, batch: AttentionBatch) -> FlashMlaPlan:
+        decodes = batch.num_decodes
+        prefills = replace(
+            batch,
+            num_decodes=0,
+            query_lens=batch.query_lens[decodes:],
+            context_lens=batch.context_lens[decodes:],
+            block_tables=batch.block_tables[decodes:],
+        )
+        num_queries = sorted(set(batch.query_lens[:decodes]))
+        return FlashMlaPlan(
+            num_tokens=batch.num_tokens,
+            num_decode_tokens=batch.num_decode_tokens,
+            calls=tuple(self._plan_call(batch, count) for count in num_queries),
+            prefill=self._expand.plan(prefills),
+        )
+
+    def decode(self, *, q: torch.Tensor, cache: torch.Tensor, plan: FlashMlaPlan) -> torch.Tensor:
+        assert plan.calls, "this step has no decodes"
+        if len(plan.calls) == 1:
+            return self._attend(q, cache, plan.calls[0])
+        out = q.new_empty(*q.shape[:2], KV_LORA_RANK)
+        for call in plan.calls:
+            assert call.token_rows is not None
+            out[call.token_rows] = self._attend(q[call.token_rows], cache, call)
+        return out
+
+    def prefill(
+        self,
+        *,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        cache: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        plan: FlashMlaPlan,
+    ) -> torch.Tensor:
+        return self._expand.prefill(
+            q=q, latent=latent, cache=cache, w_uk=w_uk, w_uv=w_uv, plan=plan.prefill
+        )
+
+    def _attend(self, q: torch.Tensor, cache: torch.Tensor, call: _Call) -> torch.Tensor:
+        """q ``[b * s, N, 576]`` -> ``[b * s, N, 512]``."""
+        shape = (-1, call.num_queries, *q.shape[1:])
+        out, _ = self._library.flash_mla_with_kvcache(
+            q.contiguous().view(shape),
+            cache,
+            call.block_table,
+            call.lengths,
+            KV_LORA_RANK,
+            call.schedule,
+            softmax_scale=self.spec.softmax_scale,
+            causal=True,
+        )
+        return out.flatten(0, 1)
+
+    def _plan_call(self, batch: AttentionBatch, num_queries: int) -> _Call:
+        lens = batch.query_lens[: batch.num_decodes]
+        requests = [request for request, count in enumerate(lens) if count == num_queries]
+        lengths = [batch.context_lens[request] + num_queries for request in requests]
+        tables = [
+            batch.block_tables[request][: -(-length // PAGE_SIZE)]
+            for request, length in zip(requests, lengths, strict=True)
+        ]
+        width = max(map(len, tables))
+        padded = [table + [0] * (width - len(table)) for table in tables]
+        schedule, _ = self._library.get_mla_metadata()
+        return _Call(
+            num_queries=num_queries,
+            token_rows=None if len(requests) == len(lens) else self._token_rows(lens, requests),
+            block_table=torch.tensor(padded, dtype=torch.int32).to(self.device),
+            lengths=torch.tensor(lengths, dtype=torch.int32).to(self.device),
+            schedule=schedule,
+        )
+
+    def _token_rows(self, lens: list[int], requests: list[int]) -> torch.Tensor:
+        """Rows of these requests' tokens among all decode tokens."""
+        rows = torch.arange(sum(lens)).split(lens)
+        return torch.cat([rows[request] for request in requests]).to(self.device)
+
+
+def _library_problem() -> str | None:
+    try:
+        importlib.import_module("flash_mla")
+    except (ImportError, AssertionError, OSError) as error:
+        return f"flash_mla cannot be imported: {error}"
+    return None
+
+
+def _device_problem() -> str | None:
+    try:
+        device = torch.cuda.get_device_properties()
+    except (AssertionError, RuntimeError) as error:
+        return f"flash_mla needs a GPU: {error}"
+    if device.major != 9:
+        return (
+            f"dense decode of flash_mla needs SM90, this device is SM{device.major}{device.minor}"
+        )
+    if device.multi_processor_count > MAX_SM_PARTS:
+        return (
+            f"flash_mla would end the process on a device with {device.multi_processor_count} SMs,"
+            f" more than {MAX_SM_PARTS}"
+        )
+    return None

@@ -1,0 +1,64 @@
+"""The attention core on Triton: absorbed decode by a kernel, prefill by the torch backend."""
+
+from dataclasses import dataclass
+
+import torch
+
+from attention.base import AttentionBackend, AttentionBatch, AttentionPlan, AttentionSpec
+from attention.decode_items import DecodeItems, plan_items
+from attention.torch_prefill import Expansion, PrefillWork, plan_prefills, run_prefill
+
+
+@dataclass(frozen=True)
+class TritonPlan(AttentionPlan):
+    decode: DecodeItems | None
+    prefills: tuple[PrefillWork, ...]
+
+
+class TritonAttention(AttentionBackend):
+    """Any latent sizes; several query tokens per decode. See ``attention.triton_kernels``."""
+
+    def __init__(self, spec: AttentionSpec, *, device: torch.device | str = "cuda") -> None:
+        if reason := self.supports(spec):
+            raise ValueError(reason)
+        self.spec = spec
+        self.device = torch.device(device)
+
+    @classmethod
+    def supports(cls, spec: AttentionSpec) -> str | None:
+        if spec.dtype not in (torch.float32, torch.bfloat16):
+            return f"triton attention computes in float32 or bfloat16, not {spec.dtype}"
+        try:
+            import triton
+        except ImportError as error:
+            return f"triton cannot be imported: {error}"
+        if not (triton.knobs.runtime.interpret or torch.cuda.is_available()):
+            return "triton kernels need a CUDA device (or TRITON_INTERPRET=1, which is for tests)"
+        return None
+
+    def plan(self, batch: AttentionBatch) -> TritonPlan:
+        return TritonPlan(
+            num_tokens=batch.num_tokens,
+            num_decode_tokens=batch.num_decode_tokens,
+            decode=plan_items(batch, self.device) if batch.num_decodes else None,
+            prefills=tuple(plan_prefills(batch, self.device)),
+        )
+
+    def decode(self, *, q: torch.Tensor, cache: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
+        from attention.triton_kernels import decode
+
+        assert plan.decode is not None, "this step has no decodes"
+        return decode(q, cache, plan.decode, self.spec)
+
+    def prefill(
+        self,
+        *,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        cache: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        plan: TritonPlan,
+    ) -> torch.Tensor:
+        expand = Expansion(w_uk, w_uv, self.spec)
+        return run_prefill(q=q, latent=latent, cache=cache, expand=expand, works=plan.prefills)

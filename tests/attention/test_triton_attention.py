@@ -1,0 +1,149 @@
+"""Triton attention, under the interpreter where there is no GPU, against a naive float64 one."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from attention import AttentionBatch, attention_problem, create_attention
+from attention import decode_items as items_module
+from attention.decode_items import cut, plan_items
+from attention.triton_attention import TritonAttention
+from tests.attention.cases import Case, make_case, make_spec, naive
+from tests.compare import assert_bits_equal, assert_rows_close
+from tests.kernels.cases import DEVICE
+
+DTYPES = [torch.float32, torch.bfloat16]
+# Scores stay float32 here; what is rounded to bfloat16 are probabilities, queries and the result.
+RTOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def decode(case: Case) -> torch.Tensor:
+    """The absorb path from expanded queries to ``[T, N, v]``; the folding in float32."""
+    nope = case.spec.qk_nope_head_dim
+    w_uk, w_uv = case.w_kv_b.float().split([nope, case.spec.v_head_dim], dim=1)
+    absorbed = torch.einsum("tnp,npc->tnc", case.q[..., :nope].float(), w_uk)
+    q = torch.cat([absorbed.to(case.q.dtype), case.q[..., nope:]], dim=-1)
+    return torch.einsum("tnc,nvc->tnv", summed(case, q).float(), w_uv)
+
+
+def summed(case: Case, q: torch.Tensor) -> torch.Tensor:
+    """The contract's ``decode`` of the case for absorbed queries ``[T, N, latent_dim]``."""
+    backend = create_attention("triton", case.spec, device=DEVICE)
+    plan = backend.plan(case.batch)
+    got = backend.decode(q=q.to(DEVICE), cache=case.cache.to(DEVICE), plan=plan).cpu()
+    assert got.shape == (case.batch.num_tokens, case.spec.num_heads, case.spec.kv_lora_rank)
+    assert got.dtype == case.spec.dtype
+    return got
+
+
+def assert_answers(got: torch.Tensor, case: Case) -> None:
+    assert_rows_close(got.double(), naive(case), rtol=RTOL[case.spec.dtype], atol=1e-3)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "lens",
+    [
+        [(0, 1), (62, 1), (63, 1), (64, 1), (5, 1), (130, 1), (577, 1), (511, 1), (512, 1)],
+        [(61, 4), (0, 2), (700, 1), (510, 4)],
+    ],
+    ids=["ragged", "ragged_queries"],
+)
+def test_decode(dtype: torch.dtype, lens: list[tuple[int, int]]) -> None:
+    case = make_case(make_spec(dtype), lens, len(lens))
+    assert_answers(decode(case), case)
+
+
+@pytest.mark.parametrize(
+    "sizes", [(1, 48, 16, 4), (20, 80, 24, 24), (16, 512, 128, 64)], ids=["one", "odd", "v3"]
+)
+def test_other_head_sizes(sizes: tuple[int, int, int, int]) -> None:
+    """Sizes that are no power of two, fewer and more rows than a tile, and DeepSeek-V3's."""
+    num_heads, rank, nope, rope = sizes
+    spec = make_spec(
+        num_heads=num_heads,
+        kv_lora_rank=rank,
+        qk_nope_head_dim=nope,
+        qk_rope_head_dim=rope,
+        v_head_dim=16,
+    )
+    case = make_case(spec, [(70, 1), (3, 2)], 2)
+    assert_answers(decode(case), case)
+
+
+@pytest.mark.parametrize("item_rows", [64, 128])
+def test_decode_does_not_depend_on_how_it_is_cut(
+    monkeypatch: pytest.MonkeyPatch, item_rows: int
+) -> None:
+    """Also where an item holds nothing that the first of several queries may see."""
+    monkeypatch.setattr(items_module, "ITEM_ROWS", item_rows)
+    case = make_case(make_spec(), [(63, 2), (127, 4), (200, 1), (3, 1)], 4)
+    assert plan_items(case.batch, DEVICE).is_split
+    assert_answers(decode(case), case)
+
+
+def test_a_request_does_not_see_its_batch_mates() -> None:
+    case = make_case(make_spec(torch.bfloat16), [(600, 1), (20, 2)], 2)
+    first = AttentionBatch(
+        num_decodes=1,
+        query_lens=[1],
+        context_lens=[600],
+        block_tables=case.batch.block_tables[:1],
+        num_padded_tokens=1,
+    )
+    q = torch.randn(3, case.spec.num_heads, case.spec.latent_dim).bfloat16()
+    alone = replace(case, batch=first)
+    assert_bits_equal(summed(case, q)[:1], summed(alone, q[:1]))
+
+
+def test_large_scores_do_not_overflow() -> None:
+    case = make_case(make_spec(), [(90, 1), (600, 1)], 2)
+    case = replace(case, q=case.q * 100)
+    assert_rows_close(decode(case).double(), naive(case), rtol=1e-3, atol=0.0)
+
+
+def test_prefill_in_a_mixed_batch() -> None:
+    case = make_case(make_spec(), [(100, 1), (0, 70), (90, 33)], 1)
+    backend = create_attention("triton", case.spec, device=DEVICE)
+    plan = backend.plan(case.batch)
+    assert (plan.num_decode_tokens, plan.num_tokens) == (1, 104)
+    w_uk, w_uv = case.w_kv_b.to(DEVICE).split([16, 24], dim=1)
+    tensors = {"q": case.q[1:], "latent": case.new_latents[1:], "cache": case.cache}
+    tensors = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
+    got = backend.prefill(**tensors, w_uk=w_uk, w_uv=w_uv, plan=plan)
+    assert_rows_close(got.cpu().double(), naive(case)[1:], rtol=1e-5, atol=1e-6)
+
+
+def test_padding_items_do_nothing() -> None:
+    """As a captured graph has them: more items than the step needs, without positions."""
+    from attention.triton_kernels import decode as run
+
+    case = make_case(make_spec(), [(30, 1), (70, 1)], 2)
+    items = plan_items(case.batch, DEVICE)
+    q = torch.randn(2, 4, case.spec.latent_dim).to(DEVICE)
+    want = run(q, case.cache.to(DEVICE), items, case.spec)
+    grown = {
+        name: torch.cat([getattr(items, name), torch.zeros(3, dtype=torch.int32, device=DEVICE)])
+        for name in ("item_request", "item_start", "item_stop")
+    }
+    assert_bits_equal(run(q, case.cache.to(DEVICE), replace(items, **grown), case.spec), want)
+
+
+@pytest.mark.parametrize("length", [1, 64, 512, 513, 5000, 16384, 16385, 200_000])
+def test_items_cover_a_request_and_are_few(length: int) -> None:
+    items = cut(length)
+    starts, stops = [start for start, _ in items], [stop for _, stop in items]
+    assert starts == [0, *stops[:-1]]
+    assert stops[-1] == length
+    assert all(start % 64 == 0 for start in starts)
+    assert len(items) <= min(32, -(-length // 512))
+
+
+def test_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    import triton
+
+    assert "not torch.float16" in str(attention_problem("triton", make_spec(torch.float16)))
+    monkeypatch.setattr(triton.knobs.runtime, "interpret", False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "need a CUDA device" in str(TritonAttention.supports(make_spec()))

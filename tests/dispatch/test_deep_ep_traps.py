@@ -1,0 +1,325 @@
+"""One test for each trap of DeepEP that its adapters guard against, over the stand-in.
+
+The number is the trap's; taking away the guard that a test names makes it fail.
+"""
+
+import os
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_ep.dispatch import ContiguousLayout, Dispatcher, Mode, deep_ep_v1
+from moe_ep.dispatch.deep_ep_v1 import DeepEpV1Dispatcher
+from moe_ep.dispatch.deep_ep_v2 import DeepEpV2Dispatcher
+from moe_ep.fp8 import quantize_rows
+from tests.compare import assert_bits_equal, assert_rows_close
+from tests.dispatch.cases import expected_output
+from tests.dispatch.deep_ep_cases import (
+    BF16,
+    HIDDEN,
+    RTOL,
+    arguments,
+    case,
+    on_stand_in,
+    outputs,
+    start_combine,
+)
+from tests.emulators.deep_ep.low_latency import quantize_in_kernel
+from tests.emulators.install import emulated
+from tests.ranks import RankInfo, RankPool
+
+BACKENDS = ["deepep", "deepep_v2"]
+
+
+def _v1(dispatcher: Dispatcher) -> DeepEpV1Dispatcher:
+    assert isinstance(dispatcher, DeepEpV1Dispatcher)
+    return dispatcher
+
+
+def _routed(counts: list[int]) -> dict[str, torch.Tensor]:
+    """Tokens for the first slots, as many as asked for; K = 1."""
+    slots = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts)).unsqueeze(1)
+    x = torch.ones(len(slots), HIDDEN, dtype=BF16)
+    return {"x": x, "topk_slots": slots, "topk_weights": torch.ones(slots.shape)}
+
+
+# 1
+
+
+def _identity(info: RankInfo, backend: str) -> list[torch.Tensor]:
+    one = case("uniform", (4, 4), payload_dtype=BF16)
+
+    def work(dispatcher: Dispatcher) -> list[torch.Tensor]:
+        outs = []
+        for mode in Mode:
+            given = {**arguments(one, info.rank, mode), "x": torch.ones(4, HIDDEN, dtype=BF16)}
+            given["topk_weights"] = torch.full((4, 3), 0.25)
+            dispatched = dispatcher.dispatch(**given).wait()
+            y = dispatched.rows.clone()
+            if dispatched.row_weights is not None:
+                y = (y.float() * dispatched.row_weights.unsqueeze(1)).to(BF16)
+            outs.append(dispatcher.combine(y=y, dispatched=dispatched).wait().clone())
+        return outs
+
+    return on_stand_in(info, backend, one.spec, work)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trap_01_weights_are_applied_once(rank_pool: RankPool, backend):
+    for outs in rank_pool.run(_identity, 2, backend):
+        for out in outs:  # three experts that return their input, each with weight a quarter
+            assert_bits_equal(out, torch.full((4, HIDDEN), 0.75, dtype=BF16))
+
+
+# 4, 5, 6, 8, 9
+
+
+def _layouts(info: RankInfo, backend: str, counts: list[int]) -> list[Any]:
+    shape = {"num_topk": 1, "num_slots_per_rank": len(counts), "row_alignment": 128}
+    one = case("", (sum(counts), 0), **shape)
+    given = _routed(counts if info.rank == 0 else [0] * len(counts))
+
+    def work(dispatcher: Dispatcher) -> list[Any]:
+        found = []
+        for mode in Mode:
+            dispatched = dispatcher.dispatch(**given, mode=mode).wait()
+            layout, scales = dispatched.layout, dispatched.scales
+            assert scales is not None
+            psum = layout.psum.tolist() if isinstance(layout, ContiguousLayout) else None
+            strides, shape = scales.stride(), tuple(dispatched.rows.shape)
+            found.append((psum, layout.counts.tolist(), shape, strides))
+            y = torch.zeros(shape, dtype=BF16)
+            dispatcher.combine(y=y, dispatched=dispatched).wait()
+        return found
+
+    return on_stand_in(info, backend, one.spec, work)
+
+
+@pytest.mark.parametrize(
+    ("counts", "psum", "num_rows"),
+    [([100, 122, 114], [100, 250, 370], 384), ([0, 1, 128, 129], [0, 1, 256, 385], 512)],
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trap_04_05_psum_is_the_end_of_each_group(
+    rank_pool: RankPool, backend, counts, psum, num_rows
+):
+    normal, low_latency = rank_pool.run(_layouts, 2, backend, counts)[0]
+    assert normal[:2] == (psum, counts)
+    assert normal[2][0] == num_rows
+    assert low_latency[1] == counts
+
+
+def test_trap_06_08_masked_scales_stay_column_major(rank_pool: RankPool):
+    normal, low_latency = rank_pool.run(_layouts, 2, "deepep", [3, 0, 70])[0]
+    assert low_latency[2] == (3, 256, HIDDEN)  # 73 tokens of capacity: 128 in whole blocks
+    assert low_latency[3] == (256 * (HIDDEN // 128), 1, 256)
+    assert normal[3] == (HIDDEN // 128, 1)
+
+
+def test_trap_06_09_expanded_rows_are_bounded_without_a_wait(rank_pool: RankPool):
+    normal, low_latency = rank_pool.run(_layouts, 2, "deepep_v2", [3, 0, 70])[0]
+    assert normal[2] == (256, HIDDEN)
+    assert normal[3] == (1, 256)
+    # 2 ranks x 73 tokens x 1 choice, and the padding of 3 slots: 527, aligned
+    assert low_latency[2] == (640, HIDDEN)
+    assert low_latency[3] == (1, 640)
+
+
+def _trim(info: RankInfo) -> str:
+    one = case("uniform", (4, 4))
+
+    def work(dispatcher: Dispatcher) -> str:
+        given = arguments(one, info.rank, Mode.LOW_LATENCY)
+        dispatched = dispatcher.dispatch(**given).wait()
+        end = int(dispatched.layout.psum[-1])
+        assert bool(dispatched.row_weights[end:].isnan().all())
+        with pytest.raises(ValueError, match="that of rows"):
+            dispatcher.combine(y=torch.zeros(end, HIDDEN, dtype=BF16), dispatched=dispatched)
+        y = torch.zeros(dispatched.rows.shape, dtype=BF16)
+        y[end:] = float("nan")
+        out = dispatcher.combine(y=y, dispatched=dispatched).wait()
+        assert_bits_equal(out, torch.zeros_like(out))
+        return "done"
+
+    return on_stand_in(info, "deepep_v2", one.spec, work)
+
+
+def test_trap_08_09_a_full_size_output_goes_back_and_its_tail_is_not_read(rank_pool: RankPool):
+    assert rank_pool.run(_trim, 2) == ["done", "done"]
+
+
+# 10
+
+
+def _constant_sizes(info: RankInfo, backend: str) -> int:
+    """Steps of all sizes on one dispatcher; the low-latency calls of V1 would trap on another n."""
+    one = case("uniform", (9, 9))
+
+    def work(dispatcher: Dispatcher) -> int:
+        for num_tokens in (1, 9, 0, 4):
+            for mode in Mode:
+                given = arguments(one, info.rank, mode)
+                short = {
+                    name: value if name == "mode" else value[: num_tokens + info.rank * 0]
+                    for name, value in given.items()
+                }
+                dispatched = dispatcher.dispatch(**short).wait()
+                y = outputs(one, info.rank, dispatched)
+                dispatcher.combine(y=y, dispatched=dispatched).wait()
+        if isinstance(dispatcher, DeepEpV2Dispatcher):
+            return len(dispatcher._buffer.kernels)
+        return 0
+
+    return on_stand_in(info, backend, replace(one.spec, max_tokens_per_rank=12), work)
+
+
+def test_trap_10_sizes_are_constants_of_the_spec(rank_pool: RankPool):
+    rank_pool.run(_constant_sizes, 2, "deepep")
+    # dispatch and combine, each for normal and for low-latency steps
+    assert rank_pool.run(_constant_sizes, 2, "deepep_v2") == [4, 4]
+
+
+# 11
+
+
+def _two_in_flight(info: RankInfo, backend: str, mode: Mode) -> list[torch.Tensor]:
+    """Two micro-batches by turns; each send comes before the other's wait."""
+    pair = [case("uniform", (5, 5)), case("skewed", (5, 5))]
+
+    def work(dispatcher: Dispatcher) -> list[torch.Tensor]:
+        going = [dispatcher.dispatch(**arguments(one, info.rank, mode)) for one in pair]
+        coming = [
+            start_combine(dispatcher, one, info.rank, pending)
+            for one, pending in zip(pair, going, strict=True)
+        ]
+        return [pending.wait().clone() for pending in coming]
+
+    return on_stand_in(info, backend, pair[0].spec, work)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("mode", list(Mode))
+def test_trap_11_hook_called_before_next_send(rank_pool: RankPool, backend, mode):
+    is_kernel = backend == "deepep" and mode is Mode.LOW_LATENCY
+    quantize = quantize_in_kernel if is_kernel else quantize_rows
+    for rank, outs in enumerate(rank_pool.run(_two_in_flight, 2, backend, mode)):
+        for routing, out in zip(("uniform", "skewed"), outs, strict=True):
+            expected = expected_output(case(routing, (5, 5)), rank, quantize)
+            assert_rows_close(out, expected, rtol=RTOL, atol=0.0)
+
+
+def _hooks(info: RankInfo) -> str:
+    one = case("uniform", (4, 4))
+
+    def work(dispatcher: Dispatcher) -> str:
+        given = arguments(one, info.rank, Mode.LOW_LATENCY)
+        first = dispatcher.dispatch(**given)
+        # Sent, not received: the phases are apart.
+        assert bool(first._value.rows.float().isnan().all())  # type: ignore[attr-defined]
+        second = dispatcher.dispatch(**given)
+        with pytest.raises(RuntimeError, match="2 low-latency dispatches have not been combined"):
+            dispatcher.dispatch(**given)
+        for pending in (first, second):
+            start_combine(dispatcher, one, info.rank, pending).wait()
+        dispatcher.dispatch(**given)  # left open: destroy receives it
+        return "done"
+
+    return on_stand_in(info, "deepep", one.spec, work)
+
+
+def test_trap_11_no_third_dispatch_and_no_hook_left_behind(rank_pool: RankPool):
+    assert rank_pool.run(_hooks, 2) == ["done", "done"]
+
+
+def _shared_buffer(info: RankInfo) -> list[torch.Tensor]:
+    """As over several nodes: both modes in one buffer, in turns."""
+    one = case("uniform", (4, 4), payload_dtype=BF16)
+
+    def work(dispatcher: Dispatcher) -> list[torch.Tensor]:
+        assert len(_v1(dispatcher)._buffers) == 1
+        outs = []
+        for mode in (Mode.NORMAL, Mode.LOW_LATENCY, Mode.LOW_LATENCY, Mode.NORMAL):
+            pending = dispatcher.dispatch(**arguments(one, info.rank, mode))
+            outs.append(start_combine(dispatcher, one, info.rank, pending).wait().clone())
+        _v1(dispatcher).prepare(Mode.LOW_LATENCY)
+        pending = dispatcher.dispatch(**arguments(one, info.rank, Mode.LOW_LATENCY))
+        outs.append(start_combine(dispatcher, one, info.rank, pending).wait().clone())
+        return outs
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deep_ep_v1, "has_one_buffer", lambda spec: True)
+        return on_stand_in(info, "deepep", one.spec, work)
+
+
+def test_trap_11_a_shared_buffer_is_cleaned_between_the_modes(rank_pool: RankPool):
+    for rank, outs in enumerate(rank_pool.run(_shared_buffer, 2)):
+        expected = expected_output(case("uniform", (4, 4), payload_dtype=BF16), rank)
+        for out in outs:
+            assert_rows_close(out, expected, rtol=RTOL, atol=0.0)
+
+
+# 12, 18, 19
+
+
+def _many_slots(info: RankInfo, backend: str) -> int:
+    """More slots than the library's default of 24 queue pairs; a low-latency call asks for them."""
+    one = case("own rank", (2, 2), num_slots_per_rank=32, num_topk=8)
+
+    def work(dispatcher: Dispatcher) -> int:
+        pending = dispatcher.dispatch(**arguments(one, info.rank, Mode.LOW_LATENCY))
+        start_combine(dispatcher, one, info.rank, pending).wait()
+        if isinstance(dispatcher, DeepEpV1Dispatcher):
+            return sum(b.num_nvl_bytes + b.num_rdma_bytes for b in dispatcher._buffers)
+        assert isinstance(dispatcher, DeepEpV2Dispatcher)
+        return dispatcher._buffer.num_bytes
+
+    return on_stand_in(info, backend, one.spec, work)
+
+
+def test_trap_12_a_queue_pair_for_every_slot_and_the_bytes_that_were_told(rank_pool: RankPool):
+    spec = case("own rank", (2, 2), num_slots_per_rank=32, num_topk=8).spec
+    v1, v2 = DeepEpV1Dispatcher.buffer_bytes(spec), DeepEpV2Dispatcher.buffer_bytes(spec)
+    assert rank_pool.run(_many_slots, 2, "deepep") == [v1, v1]
+    assert rank_pool.run(_many_slots, 2, "deepep_v2") == [v2 - (14 << 20)] * 2
+
+
+def _construct_without_network(info: RankInfo) -> str:
+    os.environ.pop("EP_DISABLE_GIN", None)
+    on_stand_in(info, "deepep_v2", case("uniform", (4, 4)).spec, lambda dispatcher: None)
+    return os.environ.pop("EP_DISABLE_GIN", "")
+
+
+@pytest.mark.skipif(os.path.exists("/sys/class/infiniband"), reason="the machine has RDMA")
+def test_trap_18_a_machine_without_rdma_disables_gin(rank_pool: RankPool):
+    assert rank_pool.run(_construct_without_network, 2) == ["1", "1"]
+
+
+def _change_sms(info: RankInfo) -> str:
+    one = case("uniform", (4, 4))
+
+    def work(dispatcher: Dispatcher) -> str:
+        pending = dispatcher.dispatch(**arguments(one, info.rank, Mode.NORMAL))
+        sys.modules["deep_ep"].Buffer.set_num_sms(8)  # another user of the process-wide value
+        start_combine(dispatcher, one, info.rank, pending).wait()
+        return "done"
+
+    return on_stand_in(info, "deepep", one.spec, work)
+
+
+def test_trap_19_combine_has_the_sms_of_its_dispatch(rank_pool: RankPool):
+    assert rank_pool.run(_change_sms, 2) == ["done", "done"]
+
+
+def _odd_sms(info: RankInfo) -> str:
+    with emulated("deep_ep"):
+        for dispatcher in (DeepEpV1Dispatcher, DeepEpV2Dispatcher):
+            with pytest.raises(ValueError, match="num_sms: 7 given, an even number"):
+                dispatcher(case("uniform", (4, 4)).spec, info.group, num_sms=7)
+    return "done"
+
+
+def test_trap_19_an_odd_number_of_sms_is_refused(rank_pool: RankPool):
+    assert rank_pool.run(_odd_sms, 2) == ["done", "done"]
