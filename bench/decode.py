@@ -12,6 +12,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -169,9 +170,11 @@ class Ours:
 def make_checkpoint(directory: Path) -> None:
     """Random BF16 weights, saved by ``transformers`` itself."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(0)
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**GEOMETRY)).to(torch.bfloat16)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**GEOMETRY)).bfloat16()
     model.save_pretrained(directory)
 
 
@@ -223,9 +226,7 @@ def compare(
         rows.append(Row("decode", batch, batch, *samples, limit(batch)))
     for batch in args.prefill_batch:
         part = prompts[:batch]
-        samples = alternate(
-            lambda p=part: ours.prefill(p), lambda p=part: peer.prefill(p), args.rounds
-        )
+        samples = alternate(partial(ours.prefill, part), partial(peer.prefill, part), args.rounds)
         rows.append(Row("prefill", batch, part.numel(), *samples))
     return rows
 
