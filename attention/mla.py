@@ -33,9 +33,9 @@ class Rotation(Protocol):
 class MLA:
     """One layer's attention.
 
-    qkv: ``[T, H]`` -> queries ``[T, N, P + rope]`` and raw latents ``[T, C + rope]``, together
-    because both start with a product of x. kv_a_norm: the norm of a latent's first C values.
-    o_proj: ``[T, N * V]`` -> ``[T, H]``.
+    qkv: ``[T, H]`` -> queries ``[T, N, P + rope]``, a new tensor that is rotated in place, and raw
+    latents ``[T, C + rope]``; together because both start with a product of x.
+    kv_a_norm: the norm of a latent's first C values. o_proj: ``[T, N * V]`` -> ``[T, H]``.
     w_kv_b: ``[N, P + V, C]``, of every head W_UK above W_UV; copied into two parts, not kept.
     """
 
@@ -89,37 +89,39 @@ class MLA:
             return x.new_zeros(num_padding, x.shape[1])
         spec = self.spec
         q, raw = self.qkv(x)
-        q_nope, q_rope = q.split([spec.qk_nope_head_dim, spec.qk_rope_head_dim], dim=-1)
+        q_rope = q[..., spec.qk_nope_head_dim :]
         compressed, key = raw.split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
         # The key that all heads share turns like the queries: one call for both.
         rotated = self.rope.apply(torch.cat([q_rope, key.unsqueeze(1)], dim=1), cos, sin)
+        q_rope.copy_(rotated[:, :-1])
         latent = torch.cat([self.kv_a_norm(compressed), rotated[:, -1]], dim=-1)  # [n, C + rope]
         cache.write(layer_idx, slot_mapping, latent)
-        heads = self._attend(q_nope, rotated[:, :-1], latent, cache.layer(layer_idx), plan)
+        heads = self._attend(q, latent, cache.layer(layer_idx), plan)
         out = self.o_proj(heads.flatten(1))
         return F.pad(out, (0, 0, 0, num_padding)) if num_padding else out
 
     def _attend(
         self,
-        q_nope: torch.Tensor,
-        q_rope: torch.Tensor,
+        q: torch.Tensor,
         latent: torch.Tensor,
         cache: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        """q_nope ``[n, N, P]``, q_rope ``[n, N, rope]`` rotated -> ``[n, N, V]``."""
+        """q ``[n, N, P + rope]``, rotated -> ``[n, N, V]``."""
         split = plan.num_decode_tokens
         parts = []
         if split:
-            absorbed = torch.bmm(q_nope[:split].transpose(0, 1), self._w_uk).transpose(0, 1)
-            query = torch.cat([absorbed, q_rope[:split]], dim=-1)  # [D, N, C + rope]
+            q_nope, q_rope = q[:split].split(
+                [self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim], dim=-1
+            )
+            absorbed = torch.bmm(q_nope.transpose(0, 1), self._w_uk).transpose(0, 1)
+            query = torch.cat([absorbed, q_rope], dim=-1)  # [D, N, C + rope]
             summed = self.backend.decode(q=query, cache=cache, plan=plan)  # [D, N, C]
             parts.append(torch.bmm(summed.transpose(0, 1), self._w_uv.mT).transpose(0, 1))
         if split < plan.num_tokens:
-            query = torch.cat([q_nope[split:], q_rope[split:]], dim=-1)
             parts.append(
                 self.backend.prefill(
-                    q=query,
+                    q=q[split:],
                     latent=latent[split:],
                     cache=cache,
                     w_uk=self._w_uk,

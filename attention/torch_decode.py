@@ -141,7 +141,8 @@ def _run_group(
     keys = rows.index_select(0, group.cache_rows).view(num_items, num_rows, spec.latent_dim)
     scores = torch.baddbmm(mask, queries, keys.mT, alpha=spec.softmax_scale)
     probs, lse = softmax_lse(scores, with_lse=with_lse)
-    return torch.bmm(probs, keys[..., : spec.kv_lora_rank]), lse
+    # The rotated part is summed too and dropped: rows without gaps are faster than fewer columns.
+    return torch.bmm(probs, keys)[..., : spec.kv_lora_rank], lse
 
 
 def _merge_items(out: torch.Tensor, lse: torch.Tensor, work: DecodeWork) -> torch.Tensor:

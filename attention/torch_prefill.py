@@ -110,6 +110,7 @@ class _Tiles:
         self.sums: list[_Sum | None] = [None] * len(self.tiles)
         self.outs: list[torch.Tensor] = []  # of tiles that are not merged
         self._unused = queries.new_zeros(1)  # the addend of a product without one
+        self._later = queries.new_full((QUERY_ROWS, QUERY_ROWS), MASKED).triu_(diagonal=1)
 
     def add_context(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Every query sees all of these keys ``[N, Y, nope + rope]`` and values ``[N, Y, v]``."""
@@ -138,8 +139,7 @@ class _Tiles:
         scores = torch.baddbmm(self._unused, tile, keys.mT, beta=0, alpha=self.scale)
         if is_diagonal:
             num_queries = tile.shape[1]
-            is_later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=tile.device)
-            scores[..., -num_queries:].masked_fill_(is_later.triu_(diagonal=1), MASKED)
+            scores[..., -num_queries:].add_(self._later[:num_queries, :num_queries])
         probs, lse = softmax_lse(scores, with_lse=self.is_merged)
         out = torch.bmm(probs, values)
         if lse is None:
