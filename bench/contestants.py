@@ -1,4 +1,4 @@
-"""The two sides of ``bench.decode``: this engine and ``transformers``, each behind the same calls."""
+"""The two sides of ``bench.decode``: this engine and ``transformers``, behind the same calls."""
 
 import multiprocessing
 import time
