@@ -21,7 +21,7 @@ bench: $(READY)
 	$(BIN)/moe-ep bench decode
 
 docs: $(READY)
-	$(BIN)/python -m launch.flags
+	$(BIN)/python -m launch.flags > docs/flags.md
 
 # torch is installed first and bounded: an open range would pull the CUDA build on a CPU machine.
 $(READY): pyproject.toml

@@ -25,7 +25,7 @@ Projection = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Rotation(Protocol):
-    """What MLA needs of a rotary embedding: rotate ``[T, N, rope]`` or ``[T, rope]``."""
+    """What MLA needs of a rotary embedding: rotate ``[T, N, rope]``."""
 
     def apply(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
 
@@ -33,8 +33,9 @@ class Rotation(Protocol):
 class MLA:
     """One layer's attention.
 
-    q: ``[T, H]`` -> ``[T, N, P + rope]``. kv_a: ``[T, H]`` -> ``[T, C + rope]``, the raw latent.
-    kv_a_norm: the norm of its first C values. o_proj: ``[T, N * V]`` -> ``[T, H]``.
+    qkv: ``[T, H]`` -> queries ``[T, N, P + rope]``, a new tensor that is rotated in place, and raw
+    latents ``[T, C + rope]``; together because both start with a product of x.
+    kv_a_norm: the norm of a latent's first C values. o_proj: ``[T, N * V]`` -> ``[T, H]``.
     w_kv_b: ``[N, P + V, C]``, of every head W_UK above W_UV; copied into two parts, not kept.
     """
 
@@ -43,8 +44,7 @@ class MLA:
         *,
         spec: AttentionSpec,
         backend: AttentionBackend,
-        q: Projection,
-        kv_a: Projection,
+        qkv: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
         kv_a_norm: Projection,
         o_proj: Projection,
         rope: Rotation,
@@ -56,7 +56,7 @@ class MLA:
             raise ValueError(f"w_kv_b must be {expected}, got {tuple(w_kv_b.shape)}")
         self.spec = spec
         self.backend = backend
-        self.q, self.kv_a, self.kv_a_norm, self.o_proj = q, kv_a, kv_a_norm, o_proj
+        self.qkv, self.kv_a_norm, self.o_proj = qkv, kv_a_norm, o_proj
         self.rope = rope
         w_uk, w_uv = w_kv_b.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
         # Small batches multiply fastest on CPUs, at the speed of reading the weight, when it is
@@ -87,41 +87,41 @@ class MLA:
             x, cos, sin, slot_mapping = (t[: plan.num_tokens] for t in (x, cos, sin, slot_mapping))
         if plan.num_tokens == 0:
             return x.new_zeros(num_padding, x.shape[1])
-        latent = self._latent(x, cos, sin)
+        spec = self.spec
+        q, raw = self.qkv(x)
+        q_rope = q[..., spec.qk_nope_head_dim :]
+        compressed, key = raw.split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
+        # The key that all heads share turns like the queries: one call for both.
+        rotated = self.rope.apply(torch.cat([q_rope, key.unsqueeze(1)], dim=1), cos, sin)
+        q_rope.copy_(rotated[:, :-1])
+        latent = torch.cat([self.kv_a_norm(compressed), rotated[:, -1]], dim=-1)  # [n, C + rope]
         cache.write(layer_idx, slot_mapping, latent)
-        heads = self._attend(self.q(x), cos, sin, latent, cache.layer(layer_idx), plan)
+        heads = self._attend(q, latent, cache.layer(layer_idx), plan)
         out = self.o_proj(heads.flatten(1))
         return F.pad(out, (0, 0, 0, num_padding)) if num_padding else out
-
-    def _latent(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-        """``[n, C + rope]``: what is cached, normed and rotated."""
-        raw, key = self.kv_a(x).split([self.spec.kv_lora_rank, self.spec.qk_rope_head_dim], dim=-1)
-        return torch.cat([self.kv_a_norm(raw), self.rope.apply(key, cos, sin)], dim=-1)
 
     def _attend(
         self,
         q: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
         latent: torch.Tensor,
         cache: torch.Tensor,
         plan: AttentionPlan,
     ) -> torch.Tensor:
-        """q ``[n, N, P + rope]`` not yet rotated -> ``[n, N, V]``."""
+        """q ``[n, N, P + rope]``, rotated -> ``[n, N, V]``."""
         split = plan.num_decode_tokens
-        q_nope, q_rope = q.split([self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim], dim=-1)
-        q_rope = self.rope.apply(q_rope, cos, sin)
         parts = []
         if split:
-            absorbed = torch.bmm(q_nope[:split].transpose(0, 1), self._w_uk).transpose(0, 1)
-            query = torch.cat([absorbed, q_rope[:split]], dim=-1)  # [D, N, C + rope]
+            q_nope, q_rope = q[:split].split(
+                [self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim], dim=-1
+            )
+            absorbed = torch.bmm(q_nope.transpose(0, 1), self._w_uk).transpose(0, 1)
+            query = torch.cat([absorbed, q_rope], dim=-1)  # [D, N, C + rope]
             summed = self.backend.decode(q=query, cache=cache, plan=plan)  # [D, N, C]
             parts.append(torch.bmm(summed.transpose(0, 1), self._w_uv.mT).transpose(0, 1))
         if split < plan.num_tokens:
-            query = torch.cat([q_nope[split:], q_rope[split:]], dim=-1)
             parts.append(
                 self.backend.prefill(
-                    q=query,
+                    q=q[split:],
                     latent=latent[split:],
                     cache=cache,
                     w_uk=self._w_uk,

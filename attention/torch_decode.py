@@ -106,12 +106,11 @@ def run_decode(
 ) -> torch.Tensor:
     """The contract's ``decode``: q ``[D, N, latent_dim]`` -> ``[D, N, C]``."""
     rows = cache.view(-1, spec.latent_dim)
-    parts = [_run_group(q, rows, group, spec) for group in work.groups]
+    parts = [_run_group(q, rows, group, spec, with_lse=work.is_split) for group in work.groups]
+    merged = torch.cat([out for out, _ in parts])
     if work.is_split:
-        out, lse = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        merged = _merge_items(out, lse, work).to(q.dtype)
-    else:
-        merged = torch.cat([out for out, _ in parts])
+        lse = torch.cat([lse for _, lse in parts if lse is not None])
+        merged = _merge_items(merged, lse, work).to(q.dtype)
     return merged.view(-1, spec.num_heads, spec.kv_lora_rank).index_select(0, work.token_rows)
 
 
@@ -131,8 +130,8 @@ def _grouped(items: list[_Item]) -> Iterator[list[_Item]]:
 
 
 def _run_group(
-    q: torch.Tensor, rows: torch.Tensor, group: _Group, spec: AttentionSpec
-) -> tuple[torch.Tensor, torch.Tensor]:
+    q: torch.Tensor, rows: torch.Tensor, group: _Group, spec: AttentionSpec, *, with_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Softmax over each item alone: sums ``[i, Q * N, C]`` and log-sum-exp ``[i, Q * N]``."""
     num_items, num_queries, num_rows = group.mask.shape
     mask = group.mask
@@ -141,8 +140,9 @@ def _run_group(
     queries = q.index_select(0, group.query_rows).view(num_items, -1, spec.latent_dim)
     keys = rows.index_select(0, group.cache_rows).view(num_items, num_rows, spec.latent_dim)
     scores = torch.baddbmm(mask, queries, keys.mT, alpha=spec.softmax_scale)
-    probs, lse = softmax_lse(scores)
-    return torch.bmm(probs, keys[..., : spec.kv_lora_rank]), lse
+    probs, lse = softmax_lse(scores, with_lse=with_lse)
+    # The rotated part is summed too and dropped: rows without gaps are faster than fewer columns.
+    return torch.bmm(probs, keys)[..., : spec.kv_lora_rank], lse
 
 
 def _merge_items(out: torch.Tensor, lse: torch.Tensor, work: DecodeWork) -> torch.Tensor:

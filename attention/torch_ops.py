@@ -22,12 +22,17 @@ class CacheRows:
         return block * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
-def softmax_lse(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Probabilities over the last dimension in the dtype of scores, log-sum-exp in float32.
+def softmax_lse(
+    scores: torch.Tensor, *, with_lse: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Probabilities over the last dimension in the dtype of scores; log-sum-exp float32, or None.
 
-    The largest probability is exp(max) over the sum of all, so the sum comes without a second pass
+    Without the log-sum-exp, which only merging needs, it is one pass that widens inside. With it,
+    the largest probability is exp(max) over the sum of all, so the sum comes without a second pass
     of exponentials.
     """
+    if not with_lse:
+        return torch.softmax(scores, dim=-1), None
     probs = torch.softmax(scores, dim=-1, dtype=torch.float32)
     lse = scores.amax(dim=-1).float() - probs.amax(dim=-1).log()
     return probs.to(scores.dtype), lse

@@ -29,6 +29,11 @@ class PrefillWork:
     rows: slice
     context_rows: tuple[torch.Tensor, ...]
 
+    @property
+    def is_merged(self) -> bool:
+        """Whether a query's keys come in more than one piece."""
+        return bool(self.context_rows) or self.rows.stop - self.rows.start > KEY_ROWS
+
 
 def plan_prefills(batch: AttentionBatch, device: torch.device) -> Iterator[PrefillWork]:
     """The requests after the first ``num_decodes``, in token order."""
@@ -72,7 +77,7 @@ def run_prefill(
     keys, values = expand(latent)
     out = q.new_empty(len(q), spec.num_heads, spec.v_head_dim)
     for work in works:
-        tiles = _Tiles(q[work.rows], spec.softmax_scale)
+        tiles = _Tiles(q[work.rows], spec.softmax_scale, is_merged=work.is_merged)
         for piece in work.context_rows:
             tiles.add_context(*expand(rows.index_select(0, piece)))
         tiles.add_new(keys[:, work.rows], values[:, work.rows])
@@ -93,13 +98,19 @@ class _Sum(NamedTuple):
 
 
 class _Tiles:
-    """The queries ``[T, N, nope + rope]`` of one chunk in tiles, with their sums so far."""
+    """The queries ``[T, N, nope + rope]`` of one chunk in tiles, with their sums so far.
 
-    def __init__(self, queries: torch.Tensor, scale: float) -> None:
+    is_merged: a tile meets its keys in more than one call.
+    """
+
+    def __init__(self, queries: torch.Tensor, scale: float, *, is_merged: bool) -> None:
         self.tiles = queries.transpose(0, 1).split(QUERY_ROWS, dim=1)  # [N, Z, nope + rope] each
         self.scale = scale
+        self.is_merged = is_merged
         self.sums: list[_Sum | None] = [None] * len(self.tiles)
+        self.outs: list[torch.Tensor] = []  # of tiles that are not merged
         self._unused = queries.new_zeros(1)  # the addend of a product without one
+        self._later = queries.new_full((QUERY_ROWS, QUERY_ROWS), MASKED).triu_(diagonal=1)
 
     def add_context(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Every query sees all of these keys ``[N, Y, nope + rope]`` and values ``[N, Y, v]``."""
@@ -115,8 +126,9 @@ class _Tiles:
                 self._add(idx, keys[:, seen], values[:, seen], is_diagonal=seen.stop > first)
 
     def result(self) -> torch.Tensor:
-        """``[N, T, v]`` in float32."""
-        return torch.cat([total.out for total in self.sums if total is not None], dim=1)
+        """``[N, T, v]``, in float32 when merged."""
+        merged = [total.out for total in self.sums if total is not None]
+        return torch.cat(merged or self.outs, dim=1)
 
     def _add(
         self, idx: int, keys: torch.Tensor, values: torch.Tensor, *, is_diagonal: bool
@@ -127,9 +139,12 @@ class _Tiles:
         scores = torch.baddbmm(self._unused, tile, keys.mT, beta=0, alpha=self.scale)
         if is_diagonal:
             num_queries = tile.shape[1]
-            is_later = torch.ones(num_queries, num_queries, dtype=torch.bool, device=tile.device)
-            scores[..., -num_queries:].masked_fill_(is_later.triu_(diagonal=1), MASKED)
-        probs, lse = softmax_lse(scores)
-        part = _Sum(torch.bmm(probs, values).float(), lse[..., None])
+            scores[..., -num_queries:].add_(self._later[:num_queries, :num_queries])
+        probs, lse = softmax_lse(scores, with_lse=self.is_merged)
+        out = torch.bmm(probs, values)
+        if lse is None:
+            self.outs.append(out)
+            return
+        part = _Sum(out.float(), lse[..., None])
         total = self.sums[idx]
         self.sums[idx] = part if total is None else total.merged(part)

@@ -1,29 +1,28 @@
 """Decode and prefill speed against ``transformers``: one rank, the same weights, one run.
 
-``python -m bench.decode``. Parity of the logits first, then rounds in which the two take turns, so
-that a change of the machine's speed meets both. The geometry is a small V3 in BF16: hidden 1024,
-12 layers, 32 experts top-4 of width 512 in 4 groups. Prints a table, and one JSON object last.
+``python -m bench.decode``. Each runs in a process of its own, as its users run it, and the two take
+turns, so that a change of the machine's speed meets both. Parity of the logits first. The geometry
+is a small V3 in BF16: hidden 1024, 12 layers, 32 experts top-4 of width 512 in 4 groups. Prints a
+table, and one JSON object last.
 """
 
 import argparse
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.contestants import Contestant, Ours, Remote, Transformers
 from bench.measure import memory_read_ceiling
-from moe_ep.config import EngineConfig, ModelConfig
-from moe_ep.engine.engine import Engine
-from moe_ep.engine.request import EngineRequest, SamplingParams
-from moe_ep.engine.world import World
+from moe_ep.config import ModelConfig
 
 GEOMETRY: dict[str, Any] = {
     "hidden_size": 1024,
@@ -49,7 +48,6 @@ GEOMETRY: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
-MAX_TOKENS = 512  # more than any run decodes
 # Largest error of the first logits, in standard deviations; what a flipped expert choice may do.
 PARITY_TOLERANCE = 1.5
 
@@ -77,101 +75,14 @@ class Row:
         return self.num_tokens / statistics.median(self.seconds_transformers)
 
 
-class Contestant(Protocol):
-    """Each call returns seconds. ``prefill`` forgets the prompts again; ``start`` keeps them for
-    ``decode``, which makes one step of all of them; ``first_logprobs`` is ``[V]``."""
-
-    def prefill(self, prompts: torch.Tensor) -> float: ...
-    def start(self, prompts: torch.Tensor) -> None: ...
-    def decode(self) -> float: ...
-    def first_logprobs(self, prompt: torch.Tensor) -> torch.Tensor: ...
-
-
-class Transformers:
-    """``transformers``' own model and cache, as ``from_pretrained`` configures them."""
-
-    def __init__(self, directory: Path) -> None:
-        from transformers import AutoModelForCausalLM
-
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
-        self._last: Any = None
-
-    def _forward(self, token_ids: torch.Tensor, cache: Any = None) -> float:
-        start = time.perf_counter()
-        self._last = self.model(token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return time.perf_counter() - start
-
-    def prefill(self, prompts: torch.Tensor) -> float:
-        return self._forward(prompts)
-
-    def start(self, prompts: torch.Tensor) -> None:
-        self._forward(prompts)
-
-    def decode(self) -> float:
-        token_ids = self._last.logits[:, -1].argmax(-1, keepdim=True)
-        return self._forward(token_ids, self._last.past_key_values)
-
-    def first_logprobs(self, prompt: torch.Tensor) -> torch.Tensor:
-        self._forward(prompt[None])
-        return self._last.logits[0, -1].float().log_softmax(-1)
-
-
-class Ours:
-    """One rank's engine, with its scheduler and sampler, stepped from here."""
-
-    def __init__(self, directory: Path, num_threads: int, max_tokens_per_step: int) -> None:
-        config = EngineConfig(
-            model=str(directory), num_kv_blocks=512, max_num_batched_tokens=max_tokens_per_step
-        )
-        world = World(rank=0, num_ranks=1, store=None, timeout_s=60.0)
-        self.engine = Engine.create(config, world, num_threads)
-        self._running: list[str] = []
-
-    def _submit(self, prompts: torch.Tensor, max_tokens: int, **params: Any) -> list[str]:
-        self._stop()
-        sampling = SamplingParams(
-            temperature=0.0, seed=0, max_tokens=max_tokens, ignore_eos=True, **params
-        )
-        names = [f"request {i}" for i in range(len(prompts))]
-        rows = zip(names, prompts.tolist(), strict=True)
-        self.engine.submit([EngineRequest(name, tuple(row), sampling) for name, row in rows])
-        return names
-
-    def _stop(self) -> None:
-        self.engine.abort(self._running)
-        self._running = []
-
-    def prefill(self, prompts: torch.Tensor) -> float:
-        self._submit(prompts, 1)
-        return self.decode()
-
-    def start(self, prompts: torch.Tensor) -> None:
-        self._running = self._submit(prompts, MAX_TOKENS)
-        self.decode()
-
-    def decode(self) -> float:
-        start = time.perf_counter()
-        self.engine.step()
-        return time.perf_counter() - start
-
-    def first_logprobs(self, prompt: torch.Tensor) -> torch.Tensor:
-        self.engine.poll(0.0)
-        vocab_size = GEOMETRY["vocab_size"]
-        self._submit(prompt[None], 1, logprobs=vocab_size)
-        self.decode()
-        (output,) = self.engine.poll(0.0)
-        entry = output.logprobs[0]
-        logprobs = torch.empty(vocab_size)
-        logprobs[list(entry.top_ids)] = torch.tensor(entry.top_logprobs)
-        return logprobs
-
-
 def make_checkpoint(directory: Path) -> None:
     """Random BF16 weights, saved by ``transformers`` itself."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     torch.manual_seed(0)
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**GEOMETRY)).to(torch.bfloat16)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**GEOMETRY)).bfloat16()
     model.save_pretrained(directory)
 
 
@@ -223,9 +134,7 @@ def compare(
         rows.append(Row("decode", batch, batch, *samples, limit(batch)))
     for batch in args.prefill_batch:
         part = prompts[:batch]
-        samples = alternate(
-            lambda p=part: ours.prefill(p), lambda p=part: peer.prefill(p), args.rounds
-        )
+        samples = alternate(partial(ours.prefill, part), partial(peer.prefill, part), args.rounds)
         rows.append(Row("prefill", batch, part.numel(), *samples))
     return rows
 
@@ -265,8 +174,9 @@ def main(argv: list[str] | None = None) -> None:
         directory = Path(name)
         make_checkpoint(directory)
         model = ModelConfig.from_path(directory)
-        peer = Transformers(directory)
-        ours = Ours(directory, args.threads, max(args.batch + args.prefill_batch) * args.context)
+        peer = Remote(Transformers, directory, args.threads)
+        most_tokens = max(args.batch + args.prefill_batch) * args.context
+        ours = Remote(Ours, directory, args.threads, most_tokens)
         error = check_parity(ours, peer, torch.arange(args.context))
         console.print(f"parity: first logits differ by at most {error:.2f} standard deviations")
         rows = compare(ours, peer, args, lambda batch: batch * ceiling / weight_bytes(model, batch))

@@ -52,29 +52,12 @@ def backend_answers(config: EngineConfig, model: ModelConfig) -> list[Answer]:
     """Every registered backend's answer. ``config`` is resolved."""
     import attention
     from moe_ep import dispatch, experts
-    from moe_ep.engine.assemble import DTYPES
+    from moe_ep.engine.specs import DTYPES, dispatch_spec, expert_spec
     from moe_ep.model.build import attention_spec
 
-    dtype = DTYPES[config.dtype]
-    num_slots = (model.num_experts + config.ep_num_redundant_experts) // config.ep_size
-    mla = attention_spec(model, dtype)
-    expert = experts.ExpertSpec(
-        num_slots=num_slots,
-        hidden=model.hidden_size,
-        intermediate=model.moe_intermediate_size,
-        dtype=dtype,
-        is_fp8=model.quantization == "fp8",
-    )
-    exchange = dispatch.DispatchSpec(
-        hidden=model.hidden_size,
-        num_topk=model.num_experts_per_tok,
-        num_ranks=config.ep_size,
-        num_slots_per_rank=num_slots,
-        max_tokens_per_rank=config.max_num_batched_tokens,
-        capacity=config.max_num_seqs,
-        payload_dtype=DTYPES[config.ep_dispatch_dtype],
-        out_dtype=dtype,
-    )
+    mla = attention_spec(model, DTYPES[config.dtype])
+    expert = expert_spec(config, model)
+    exchange = dispatch_spec(config, model, row_alignment=1)
     return [
         *(_ask("moe_a2a_backend", n, load, exchange) for n, load in dispatch.BACKENDS.items()),
         *(_ask("moe_runner_backend", n, load, expert) for n, load in experts.BACKENDS.items()),

@@ -92,6 +92,8 @@ def test_a_model_that_is_not_there_lists_the_built_in_ones():
 RESOLVED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {}, {"dtype": "bfloat16", "ep_dispatch_dtype": "fp8", "moe_a2a_backend": "local"}),
     ({"quantization": None, "dtype": "float16"}, {}, {"dtype": "bfloat16"}),
+    ({"quantization": None}, {}, {"ep_dispatch_dtype": "bfloat16"}),
+    ({"quantization": None}, {"ep_size": 4}, {"ep_dispatch_dtype": "fp8"}),
     ({"quantization": None, "dtype": "float32"}, {}, {"dtype": "float32"}),
     ({"quantization": None, "dtype": "float32"}, {}, {"ep_dispatch_dtype": "float32"}),
     ({}, {"dtype": "float32"}, {"ep_dispatch_dtype": "float32", "kv_cache_dtype": "float32"}),

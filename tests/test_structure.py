@@ -1,4 +1,4 @@
-"""House rules that hold for the whole tree: which package may import which, and imports do no work."""
+"""House rules that hold for the whole tree: who may import whom, and that imports do no work."""
 
 import ast
 import subprocess

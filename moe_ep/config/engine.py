@@ -107,7 +107,8 @@ class EngineConfig:
     )
     ep_dispatch_dtype: str = flag(
         "auto",
-        help="Type of tokens on their way to experts; auto is fp8 under bfloat16, else float32.",
+        help="Type of tokens on their way to experts; auto is fp8 under bfloat16 (bfloat16 where"
+        " nothing travels and the weights are not FP8), else float32.",
         choices=("auto", "fp8", "bfloat16", "float32"),
     )
     moe_a2a_backend: str = flag(
@@ -204,6 +205,14 @@ class EngineConfig:
             return self.dtype
         return "float32" if model.dtype == "float32" and not model.quantization else "bfloat16"
 
+    def _payload(self, model: ModelConfig, dtype: str) -> tuple[str, str]:
+        """What ``ep_dispatch_dtype`` auto becomes, and why."""
+        if dtype == "float32":
+            return "float32", "the compute type is float32"
+        if self.ep_size == 1 and model.quantization is None:
+            return "bfloat16", "nothing travels, and BF16 weights take BF16 activations"
+        return "fp8", "half the bytes on the way, or what FP8 weights are multiplied with"
+
     def resolve(self, model: ModelConfig) -> tuple["EngineConfig", list[Choice]]:
         """A config with nothing left open, and each choice with its reason.
 
@@ -224,8 +233,7 @@ class EngineConfig:
         settle("load_format", "safetensors", "weights are read from the model's directory")
         settle("served_model_name", self.model, "no other name was given")
         settle("attn_dp_size", self.ep_size, "every rank holds its own requests")
-        payload = "fp8" if dtype == "bfloat16" else "float32"
-        settle("ep_dispatch_dtype", payload, f"the compute type is {dtype}")
+        settle("ep_dispatch_dtype", *self._payload(model, dtype))
         backend = "collective" if many else "local"
         settle("moe_a2a_backend", backend, f"{self.ep_size} rank{'s' if many else ''}")
         settle("moe_runner_backend", "torch", "the only one that runs on this device")

@@ -7,21 +7,21 @@ import logging
 from dataclasses import dataclass
 
 import psutil
-import torch
 
 from attention import BLOCK_SIZE, AttentionBackend, LatentCache, create_attention
 from eplb.placement import Placement
 from moe_ep.config import Choice, EngineConfig, ModelConfig, validate
-from moe_ep.dispatch import Dispatcher, DispatchSpec, create_dispatcher
+from moe_ep.dispatch import Dispatcher, create_dispatcher
 from moe_ep.engine.admission import AdmissionLimits
 from moe_ep.engine.kv_blocks import BlockPool, blocks_needed
 from moe_ep.engine.runner import Runner
 from moe_ep.engine.sampler import Sampler
 from moe_ep.engine.scheduler import Scheduler
+from moe_ep.engine.specs import DTYPES, dispatch_spec, expert_spec, step_rules
 from moe_ep.engine.step_shape import StepRules
 from moe_ep.engine.step_sync import GroupSync, LocalSync, StepSync
 from moe_ep.engine.world import World
-from moe_ep.experts import Experts, ExpertSpec, create_experts
+from moe_ep.experts import Experts, create_experts
 from moe_ep.model.build import DecoderParts, attention_spec, build_decoder
 from moe_ep.model.decoder import Decoder
 from moe_ep.model.loader import CheckpointSource, progress_bar
@@ -29,12 +29,6 @@ from moe_ep.model.weights import DummySource, LoadReport
 from moe_ep.progress import Progress
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {
-    "fp8": torch.float8_e4m3fn,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-}
 
 
 @dataclass(frozen=True)
@@ -93,11 +87,7 @@ class _Assembler:
         self.choices = choices
         self.dtype = DTYPES[config.dtype]
         self.progress = Progress(stage="loading")
-        self.rules = StepRules(
-            deepep_mode=config.deepep_mode,
-            capacity=config.max_num_seqs,
-            buckets=config.cuda_graph_bs or (),
-        )
+        self.rules = step_rules(config)
         self.placement = Placement.trivial(
             num_layers=model.num_moe_layers,
             num_experts=model.num_experts,
@@ -138,28 +128,11 @@ class _Assembler:
         )
 
     def _dispatcher(self) -> Dispatcher:
-        spec = DispatchSpec(
-            hidden=self.model.hidden_size,
-            num_topk=self.model.num_experts_per_tok,
-            num_ranks=self.config.ep_size,
-            num_slots_per_rank=self.placement.num_slots_per_rank,
-            max_tokens_per_rank=self.config.max_num_batched_tokens,
-            capacity=self.rules.capacity,
-            payload_dtype=DTYPES[self.config.ep_dispatch_dtype],
-            out_dtype=self.dtype,
-            row_alignment=self._new_experts().row_alignment,
-        )
+        spec = dispatch_spec(self.config, self.model, self._new_experts().row_alignment)
         return create_dispatcher(self.config.moe_a2a_backend, spec, self.world.group)
 
     def _new_experts(self) -> Experts:
-        spec = ExpertSpec(
-            num_slots=self.placement.num_slots_per_rank,
-            hidden=self.model.hidden_size,
-            intermediate=self.model.moe_intermediate_size,
-            dtype=self.dtype,
-            is_fp8=self.model.quantization == "fp8",
-        )
-        return create_experts(self.config.moe_runner_backend, spec)
+        return create_experts(self.config.moe_runner_backend, expert_spec(self.config, self.model))
 
     def _load(
         self, attention: AttentionBackend, dispatcher: Dispatcher

@@ -14,6 +14,7 @@ import torch
 from moe_ep.config import EngineConfig
 from moe_ep.engine.assemble import Assembly, EngineInfo, assemble
 from moe_ep.engine.batch import ScheduledBatch
+from moe_ep.engine.host import prepare_process
 from moe_ep.engine.request import EngineRequest, FinishReason, StepOutput
 from moe_ep.engine.step_shape import StepKind, StepShape, Vote, derive
 from moe_ep.engine.world import World
@@ -61,7 +62,7 @@ class Engine:
     @classmethod
     def create(cls, config: EngineConfig, world: World, num_threads: int) -> "Engine":
         """Load this rank's share of the model. Collective; ``num_threads`` CPU threads compute."""
-        torch.set_num_threads(num_threads)
+        prepare_process(num_threads)
         return cls(assemble(config, world), world)
 
     def submit(self, requests: list[EngineRequest]) -> None:

@@ -113,23 +113,48 @@ class _Builder:
         return MLA(
             spec=spec,
             backend=self.parts.attention,
-            q=self._query(prefix),
-            kv_a=self._linear(prefix + "kv_a_proj_with_mqa."),
+            qkv=self._queries_and_latents(prefix),
             kv_a_norm=self.norm(prefix + "kv_a_layernorm.weight", self.model.latent_norm_eps),
             o_proj=self._linear(prefix + "o_proj."),
             rope=self.rope,
             w_kv_b=w_kv_b.view(heads, spec.qk_nope_head_dim + spec.v_head_dim, spec.kv_lora_rank),
         )
 
-    def _query(self, prefix: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    def _queries_and_latents(
+        self, prefix: str
+    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+        """The first product of both is one product: a call less, which small batches feel."""
         shape = (-1, self.spec.num_heads, self.model.qk_head_dim)
-        if self.model.q_lora_rank is None:
-            q_proj = self._linear(prefix + "q_proj.")
-            return lambda x: q_proj(x).view(shape)
-        q_a = self._linear(prefix + "q_a_proj.")
+        rank = self.model.q_lora_rank
+        first = self._joined_linear(prefix, "q_proj" if rank is None else "q_a_proj")
+        sizes = [first.out_features - self.spec.latent_dim, self.spec.latent_dim]
+        if rank is None:
+
+            def direct(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+                q, latent = first(x).split(sizes, dim=-1)
+                return q.unflatten(-1, shape[1:]), latent
+
+            return direct
         norm = self.norm(prefix + "q_a_layernorm.weight", self.model.latent_norm_eps)
         q_b = self._linear(prefix + "q_b_proj.")
-        return lambda x: q_b(norm(q_a(x))).view(shape)
+
+        def low_rank(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            q_a, latent = first(x).split(sizes, dim=-1)
+            return q_b(norm(q_a)).view(shape), latent
+
+        return low_rank
+
+    def _joined_linear(self, prefix: str, query: str) -> Linear:
+        """The query's first projection on top of the latent's."""
+        names = [f"{prefix}{name}." for name in (query, "kv_a_proj_with_mqa")]
+        dtype = self.parts.dtype
+        weights = [self.source.tensor(name + "weight", dtype) for name in names]
+        biases = [self.source.optional(name + "bias", dtype) for name in names]
+        bias = None
+        if any(given is not None for given in biases):
+            pairs = zip(weights, biases, strict=True)
+            bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
+        return Linear(torch.cat(weights), dtype, bias)
 
     def _mlp(self, prefix: str) -> DenseMLP:
         gate, up, down = (

@@ -18,6 +18,7 @@ class RMSNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x ``[..., dim]`` -> a new tensor of the same shape and dtype."""
-        wide = x.float()
-        inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return (self.weight * (wide * inverse).to(x.dtype)).to(x.dtype)
+        # One pass that widens as it reads: a float32 copy of a prefill would fall out of the cache.
+        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        inverse = torch.rsqrt(length.square_().div_(x.shape[-1]).add_(self.eps))
+        return (x * inverse).to(x.dtype).mul_(self.weight)

@@ -139,8 +139,7 @@ def our_layer(config: Any, reference: Any, dtype: torch.dtype) -> tuple[RotaryEm
     return rope, MLA(
         spec=spec,
         backend=create_attention("auto", spec),
-        q=q,
-        kv_a=lambda x: linear(x, weights["kv_a_proj_with_mqa.weight"]),
+        qkv=lambda x: (q(x), linear(x, weights["kv_a_proj_with_mqa.weight"])),
         kv_a_norm=RMSNorm(weights["kv_a_layernorm.weight"], 1e-6),
         o_proj=lambda x: linear(x, weights["o_proj.weight"]),
         rope=rope,
@@ -213,8 +212,7 @@ def test_wrong_weight_shape_is_refused() -> None:
         MLA(
             spec=layer.mla.spec,
             backend=layer.mla.backend,
-            q=layer.mla.q,
-            kv_a=layer.mla.kv_a,
+            qkv=layer.mla.qkv,
             kv_a_norm=layer.mla.kv_a_norm,
             o_proj=layer.mla.o_proj,
             rope=layer.rope,

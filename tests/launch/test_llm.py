@@ -46,7 +46,8 @@ def test_text_ids_and_dicts_are_the_same_prompt(llm: LLM):
         (result,) = llm.generate(form, GREEDY)
         assert result.outputs == by_text.outputs
         assert result.prompt_token_ids == ids
-    both = llm.generate([{"prompt_token_ids": ids}, PROMPTS[0]], [GREEDY, GREEDY])
+    mixed: list[Any] = [{"prompt_token_ids": ids}, PROMPTS[0]]
+    both = llm.generate(mixed, [GREEDY, GREEDY])
     assert [result.prompt for result in both] == [None, PROMPTS[0]]
     assert both[0].outputs == both[1].outputs == by_text.outputs
 
