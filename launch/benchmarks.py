@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 
-BENCHMARKS = ("decode", "dispatch_combine", "grouped_gemm", "mla_decode")
+BENCHMARKS = ("decode", "dispatch_combine", "gpu_report", "grouped_gemm", "mla_decode")
 
 
 def run(args: argparse.Namespace) -> int:

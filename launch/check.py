@@ -1,36 +1,37 @@
 """``moe-ep check``: everything that stops a configuration, with the fix; else what would run.
 
 Starts no rank and loads no weight. Whether a backend can serve a model is asked from the backend's
-own ``supports``, the same predicate that the engine asks at start.
+own ``supports``, by the same function that the engine calls at start (``moe_ep.engine.backends``).
 """
 
 import argparse
 import importlib.metadata
 import platform
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from launch.flags import from_args, option_name
-from moe_ep.config import Choice, ConfigError, EngineConfig, ModelConfig, Problem, validate
+from moe_ep.config import Choice, ConfigError, EngineConfig, Problem, validate
 
 if TYPE_CHECKING:
+    import torch
     from rich.table import Table
 
-LIBRARIES = ("torch", "transformers", "tokenizers", "safetensors", "ray")
+    from moe_ep.engine.backends import Answer
 
-
-class Answer(NamedTuple):
-    """What one backend says of this model. setting: the flag's field that chooses it. reason: why
-    it cannot serve, None when it can."""
-
-    setting: str
-    backend: str
-    reason: str | None
+# By the names they are imported under, which are not always those they are installed under.
+LIBRARIES = (
+    "torch", "transformers", "tokenizers", "safetensors", "ray", "triton", "deep_ep", "deep_gemm",
+    "flash_mla",
+)  # fmt: skip
 
 
 def run(args: argparse.Namespace) -> int:
     """0 when the engine could start, 1 when something stops it."""
     from rich.console import Console
+
+    from moe_ep.engine.backends import backend_answers, resolve_backends
+    from moe_ep.engine.world import rank_device
 
     console = Console(markup=False)
     console.print(_versions())
@@ -41,50 +42,17 @@ def run(args: argparse.Namespace) -> int:
         console.print(_problems(error.problems))
         return 1
     resolved, choices = config.resolve(model)
-    answers = backend_answers(resolved, model)
-    console.print(_choices(choices), _answers(answers, resolved))
-    problems = unusable(answers, resolved)
+    device = rank_device()
+    answers = backend_answers(resolved, model, device)
+    problems: Sequence[Problem] = ()
+    try:
+        resolved, backends = resolve_backends(resolved, model, device)
+        choices += backends
+    except ConfigError as error:
+        problems = error.problems
+    console.print(_choices(choices), _matrix(answers, resolved, device))
     console.print(_problems(problems) if problems else "No problems: this can be started.")
     return 1 if problems else 0
-
-
-def backend_answers(config: EngineConfig, model: ModelConfig) -> list[Answer]:
-    """Every registered backend's answer. ``config`` is resolved."""
-    import attention
-    from moe_ep import dispatch, experts
-    from moe_ep.engine.specs import DTYPES, dispatch_spec, expert_spec
-    from moe_ep.model.build import attention_spec
-
-    mla = attention_spec(model, DTYPES[config.dtype])
-    expert = expert_spec(config, model)
-    exchange = dispatch_spec(config, model, row_alignment=1)
-    return [
-        *(_ask("moe_a2a_backend", n, load, exchange) for n, load in dispatch.BACKENDS.items()),
-        *(_ask("moe_runner_backend", n, load, expert) for n, load in experts.BACKENDS.items()),
-        *(
-            Answer("attention_backend", name, attention.attention_problem(name, mla))
-            for name in attention.attention_backend_names()
-        ),
-    ]
-
-
-def unusable(answers: Sequence[Answer], config: EngineConfig) -> list[Problem]:
-    """A problem for each chosen backend that cannot serve, naming those that can."""
-    problems = []
-    for answer in answers:
-        if answer.reason is not None and getattr(config, answer.setting) == answer.backend:
-            able = [a.backend for a in answers if a.setting == answer.setting and a.reason is None]
-            allowed = ", ".join(able) or "nothing on this machine"
-            fix = f"{answer.reason}; choose another backend."
-            problems.append(Problem(answer.setting, answer.backend, allowed, fix))
-    return problems
-
-
-def _ask(setting: str, backend: str, load: Callable[[], Any], spec: object) -> Answer:
-    try:
-        return Answer(setting, backend, load().supports(spec))
-    except ImportError as error:
-        return Answer(setting, backend, f"its library cannot be imported: {error}")
 
 
 def _table(title: str, *headings: str) -> "Table":
@@ -102,8 +70,9 @@ def _problems(problems: Sequence[Problem]) -> "Table":
     return table
 
 
-def _answers(answers: Sequence[Answer], config: EngineConfig) -> "Table":
-    table = _table("Backends", "flag", "backend", "can serve this model", "chosen")
+def _matrix(answers: "Sequence[Answer]", config: EngineConfig, device: "torch.device") -> "Table":
+    title = f"Backends for {config.model} on {_device_name(device)}"
+    table = _table(title, "flag", "backend", "normal and low_latency mode", "chosen")
     for answer in answers:
         is_chosen = getattr(config, answer.setting) == answer.backend
         can = "yes" if answer.reason is None else f"no: {answer.reason}"
@@ -121,6 +90,18 @@ def _choices(choices: Sequence[Choice]) -> "Table":
 def _versions() -> "Table":
     table = _table("Versions", "library", "version")
     table.add_row("python", platform.python_version())
+    packages = importlib.metadata.packages_distributions()
     for name in LIBRARIES:
-        table.add_row(name, importlib.metadata.version(name))
+        found = sorted(set(packages.get(name, ())))
+        table.add_row(name, ", ".join(map(_version, found)) or "not installed")
     return table
+
+
+def _version(distribution: str) -> str:
+    return f"{importlib.metadata.version(distribution)} ({distribution})"
+
+
+def _device_name(device: "torch.device") -> str:
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"

@@ -51,9 +51,9 @@ class _Open(NamedTuple):
 class EngineClient:
     """An engine of ``ep_size`` ranks. Make it with ``start``; use it from one event loop.
 
-    config: what runs, nothing left on auto. tokenizer: None when the checkpoint has none.
-    infos: each rank's account of what it loaded, in rank order. error: why the engine is dead,
-    None while it is well.
+    config: what runs, but for what each rank settles (see its info): backends, cache blocks.
+    tokenizer: None when the checkpoint has none. infos: each rank's account of what it loaded, in
+    rank order. error: why the engine is dead, None while it is well.
     """
 
     def __init__(

@@ -70,6 +70,7 @@ class RankActor:
         import ray
 
         ip = ray.util.get_node_ip_address()
+        gpus = ray.get_gpu_ids()
         return PlacedBundle(
             bundle=self._bundle,
             node_id=ray.get_runtime_context().get_node_id(),
@@ -77,6 +78,7 @@ class RankActor:
             ip=ip,
             pid=os.getpid(),
             num_cores=len(os.sched_getaffinity(0)),
+            gpu=gpus[0] if gpus else None,
             interface=interface_of(ip),
         )
 

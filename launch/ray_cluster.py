@@ -29,7 +29,9 @@ ACTOR_START_TIMEOUT_S = 120.0
 # Requests and tokens are small; Ray's default of a third of the memory is for data sets.
 _OBJECT_STORE_BYTES = 100 * 2**20
 
-_BUNDLE = {"CPU": 1.0}
+# What a rank takes; the GPU where the cluster has any, even if too few of them.
+_CPU_BUNDLE = {"CPU": 1.0}
+_GPU_BUNDLE = {"CPU": 1.0, "GPU": 1.0}
 
 
 class ClusterError(RuntimeError):
@@ -142,10 +144,11 @@ def place_ranks(
     placement: PlacementGroup | None = None
     actors: list[ActorHandle] = []
     try:
-        placement = ray.util.placement_group([_BUNDLE] * num_ranks, strategy="PACK")
+        bundle = _GPU_BUNDLE if ray.cluster_resources().get("GPU", 0.0) else _CPU_BUNDLE
+        placement = ray.util.placement_group([bundle] * num_ranks, strategy="PACK")
         if not placement.wait(timeout_s):
-            raise ClusterError(_shortage(num_ranks, timeout_s))
-        actors = [_create_actor(placement, bundle) for bundle in range(num_ranks)]
+            raise ClusterError(_shortage(num_ranks, bundle, timeout_s))
+        actors = [_create_actor(placement, index, bundle) for index in range(num_ranks)]
         rows = order_ranks(
             _ask_where(actors),
             first_node_id=ray.get_runtime_context().get_node_id(),
@@ -169,20 +172,26 @@ def _keeping_sigterm_handler() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _create_actor(placement: "PlacementGroup", bundle: int) -> "ActorHandle":
+def _create_actor(
+    placement: "PlacementGroup", index: int, bundle: dict[str, float]
+) -> "ActorHandle":
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     from launch.rank_actor import RankActor
 
     strategy = PlacementGroupSchedulingStrategy(
-        placement_group=placement, placement_group_bundle_index=bundle
+        placement_group=placement, placement_group_bundle_index=index
     )
     # Poll blocks, and status must answer next to it and next to a start that loads for minutes.
     actor = ray.remote(RankActor).options(
-        num_cpus=1, max_concurrency=8, max_restarts=0, scheduling_strategy=strategy
+        num_cpus=bundle["CPU"],
+        num_gpus=bundle.get("GPU", 0.0),
+        max_concurrency=8,
+        max_restarts=0,
+        scheduling_strategy=strategy,
     )
-    return cast("ActorHandle", actor.remote(bundle))
+    return cast("ActorHandle", actor.remote(index))
 
 
 def _ask_where(actors: Sequence["ActorHandle"]) -> list[PlacedBundle]:
@@ -201,16 +210,19 @@ def _ask_where(actors: Sequence["ActorHandle"]) -> list[PlacedBundle]:
         raise ClusterError(f"a rank process could not start: {error}") from error
 
 
-def _shortage(num_ranks: int, timeout_s: float) -> str:
+def _shortage(num_ranks: int, bundle: dict[str, float], timeout_s: float) -> str:
     import ray
 
-    total = ray.cluster_resources().get("CPU", 0.0)
-    free = ray.available_resources().get("CPU", 0.0)
+    total, free = ray.cluster_resources(), ray.available_resources()
+    counts = " and ".join(
+        f"{total.get(name, 0.0):g} {name}s ({free.get(name, 0.0):g} free)" for name in bundle
+    )
     num_nodes = sum(node["Alive"] for node in ray.nodes())
+    hint = "; or hide the GPUs (CUDA_VISIBLE_DEVICES=) to run on CPUs" if "GPU" in bundle else ""
     return (
-        f"no place for {num_ranks} ranks within {timeout_s:g} s: {num_ranks} bundles of 1 CPU were"
-        f" asked; the cluster has {total:g} CPUs on {num_nodes} node(s), {free:g} of them free."
-        f" Add nodes, free CPUs, or lower --ep-size."
+        f"no place for {num_ranks} ranks within {timeout_s:g} s: {num_ranks} bundles of"
+        f" {' and '.join(f'1 {name}' for name in bundle)} were asked; the cluster has {counts} on"
+        f" {num_nodes} node(s). Add nodes, free some, or lower --ep-size{hint}."
     )
 
 

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
 class PlacedBundle:
     """Where one bundle of the placement group landed, as seen by the process that runs in it.
 
-    num_cores: cores of the node that the process may use. gpu: index of its GPU on the node, None
-    for a CPU rank. interface: the network interface that has ``ip``, None if there is none.
+    num_cores: cores of the node that the process may use. gpu: index, or id, of its GPU on the
+    node, None for a CPU rank. interface: the network interface that has ``ip``, None if there is
+    none.
     """
 
     bundle: int
@@ -28,7 +29,7 @@ class PlacedBundle:
     ip: str
     pid: int
     num_cores: int
-    gpu: int | None = None
+    gpu: int | str | None = None
     interface: str | None = None
 
 

@@ -29,7 +29,8 @@ CONFLICTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"ep_size": 4, "attn_dp_size": 4}, []),
     ({"ep_size": 2, "moe_a2a_backend": "local"}, ["moe_a2a_backend"]),
     ({"moe_a2a_backend": "collective"}, []),
-    ({"moe_a2a_backend": "deepep"}, ["moe_a2a_backend"]),
+    ({"moe_a2a_backend": "nccl"}, ["moe_a2a_backend"]),
+    ({"moe_a2a_backend": "deepep", "ep_size": 2}, []),  # whether it runs is asked of the backend
     ({"deepep_mode": "fast"}, ["deepep_mode"]),
     ({"max_model_len": 163841}, ["max_model_len"]),
     ({"max_num_seqs": 64, "max_num_batched_tokens": 63}, ["max_num_batched_tokens"]),
@@ -90,16 +91,16 @@ def test_a_model_that_is_not_there_lists_the_built_in_ones():
 
 
 RESOLVED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
-    ({}, {}, {"dtype": "bfloat16", "ep_dispatch_dtype": "fp8", "moe_a2a_backend": "local"}),
+    ({}, {}, {"dtype": "bfloat16", "ep_dispatch_dtype": "fp8"}),
     ({"quantization": None, "dtype": "float16"}, {}, {"dtype": "bfloat16"}),
     ({"quantization": None}, {}, {"ep_dispatch_dtype": "bfloat16"}),
     ({"quantization": None}, {"ep_size": 4}, {"ep_dispatch_dtype": "fp8"}),
     ({"quantization": None, "dtype": "float32"}, {}, {"dtype": "float32"}),
     ({"quantization": None, "dtype": "float32"}, {}, {"ep_dispatch_dtype": "float32"}),
     ({}, {"dtype": "float32"}, {"ep_dispatch_dtype": "float32", "kv_cache_dtype": "float32"}),
-    ({}, {"ep_size": 4}, {"attn_dp_size": 4, "moe_a2a_backend": "collective"}),
+    ({}, {"ep_size": 4}, {"attn_dp_size": 4}),
     ({}, {}, {"max_model_len": 163840, "load_format": "safetensors", "served_model_name": "m"}),
-    ({}, {}, {"attention_backend": "torch", "moe_runner_backend": "torch", "cuda_graph_bs": ()}),
+    ({}, {}, {"attention_backend": "auto", "moe_runner_backend": "auto", "cuda_graph_bs": ()}),
     ({}, {"max_model_len": 5, "served_model_name": "n"}, {"max_model_len": 5}),
 ]
 
@@ -116,7 +117,8 @@ def test_what_auto_becomes(model: dict[str, Any], flags: dict[str, Any], expecte
     assert all(choice.reason for choice in choices)
     assert resolved.resolve(MODEL) == (resolved, [])
     left_open = {name for name, value in vars(resolved).items() if value in (None, "auto")}
-    assert left_open == {"tokenizer", "deepep_mode", "num_kv_blocks"}
+    backends = {"moe_a2a_backend", "moe_runner_backend", "attention_backend"}
+    assert left_open == {"tokenizer", "deepep_mode", "num_kv_blocks", *backends}
 
 
 def test_every_flag_is_described_and_every_count_has_a_scope():

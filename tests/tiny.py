@@ -128,6 +128,30 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     # Several FP8 blocks in each direction, the last of them short.
     "v3-blocks": ("deepseek_v3", {"hidden_size": 320, "moe_intermediate_size": 160}),
 }
+# For the GPU kernels: sizes that the libraries accept, and a small one for Triton's interpreter.
+GPU_CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "v3-wide": (
+        "deepseek_v3",
+        {
+            "hidden_size": 2048,
+            "intermediate_size": 256,
+            "moe_intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "q_lora_rank": 128,
+            "kv_lora_rank": 512,
+            "qk_nope_head_dim": 64,
+            "qk_rope_head_dim": 64,
+            "v_head_dim": 64,
+            "rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0},
+        },
+    ),
+    "v3-steady": CASES["v3"],
+}
+_ALL_CASES = CASES | GPU_CASES
+# Where every projection rounds its input to FP8, what the layers add to the stream is so noisy that
+# near ties in the router would fall either way (in transformers too, when its inputs are rounded).
+# An embedding that is the larger part of the stream steadies them.
+_GPU_EMBEDDING_STD = 2.0
 
 
 @dataclass(frozen=True)
@@ -153,7 +177,7 @@ def _build(case: str, dtype: str, fp8: bool, num_shards: int) -> TinyCheckpoint:
     config = json.loads((source / "config.json").read_text())
     _write(root / "stored", stored, config | {"dtype": dtype}, num_shards, fp8)
     _write(root / "restored", restored, config, 1, False)
-    reference = FAMILIES[CASES[case][0]][1].from_pretrained(
+    reference = FAMILIES[_ALL_CASES[case][0]][1].from_pretrained(
         root / "restored", dtype=torch.float32, attn_implementation="eager"
     )
     return TinyCheckpoint(root / "stored", reference.eval())
@@ -171,10 +195,13 @@ def _session_directory() -> Path:
 def _float32_directory(case: str) -> Path:
     """The case as ``transformers`` itself saves it."""
     directory = _session_directory() / case
-    family, differences = CASES[case]
+    family, differences = _ALL_CASES[case]
     config_class, model_class = FAMILIES[family]
     model = model_class(config_class(**SIZES | differences))
     _randomize(model)
+    if case in GPU_CASES:
+        embedding = model.get_input_embeddings().weight.data
+        embedding.mul_(_GPU_EMBEDDING_STD / embedding.std())
     model.save_pretrained(directory)
     return directory
 

@@ -121,7 +121,7 @@ def _exchange(engine: "EngineConfig") -> list[Problem]:
     if engine.moe_a2a_backend != "local" or engine.ep_size == 1:
         return []
     fix = f"local cannot reach other ranks, and the EP size is {engine.ep_size}."
-    return [Problem("moe_a2a_backend", "local", "auto or collective", fix)]
+    return [Problem("moe_a2a_backend", "local", "auto, deepep, deepep_v2 or collective", fix)]
 
 
 def _token_budget(engine: "EngineConfig") -> list[Problem]:

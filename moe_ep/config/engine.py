@@ -116,7 +116,7 @@ class EngineConfig:
         help="How tokens reach their experts.",
         sglang="--moe-a2a-backend",
         vllm="--all2all-backend",
-        choices=("auto", "local", "collective"),
+        choices=("auto", "deepep", "deepep_v2", "collective", "local"),
     )
     deepep_mode: str = flag(
         "auto",
@@ -129,14 +129,14 @@ class EngineConfig:
         help="Grouped GEMM of the experts.",
         sglang="--moe-runner-backend",
         vllm="--moe-backend",
-        choices=("auto", "torch"),
+        choices=("auto", "deep_gemm", "triton", "torch"),
     )
     attention_backend: str = flag(
         "auto",
         help="Attention kernels.",
         sglang="--attention-backend",
         vllm="--attention-backend",
-        choices=("auto", "torch"),
+        choices=("auto", "flash_mla", "triton", "torch"),
     )
     max_model_len: int | None = flag(
         None,
@@ -214,11 +214,12 @@ class EngineConfig:
         return "fp8", "half the bytes on the way, or what FP8 weights are multiplied with"
 
     def resolve(self, model: ModelConfig) -> tuple["EngineConfig", list[Choice]]:
-        """A config with nothing left open, and each choice with its reason.
+        """A config with as little left open as can be, and each choice with its reason.
 
         What cannot be known before a step or before the device is seen stays: ``deepep_mode`` auto
-        (per step), ``num_kv_blocks`` None (from memory), ``tokenizer`` None (token ids only).
-        Expects that ``find_problems`` found none.
+        (per step), the three backends (``moe_ep.engine.backends`` asks them), ``num_kv_blocks``
+        None (from memory), ``tokenizer`` None (token ids only). Expects that ``find_problems``
+        found none.
         """
         choices: list[Choice] = []
 
@@ -228,19 +229,14 @@ class EngineConfig:
 
         dtype = self.compute_dtype(model)
         weights = model.quantization or model.dtype
-        many = self.ep_size > 1
         settle("dtype", dtype, f"the checkpoint holds {weights} weights")
         settle("load_format", "safetensors", "weights are read from the model's directory")
         settle("served_model_name", self.model, "no other name was given")
         settle("attn_dp_size", self.ep_size, "every rank holds its own requests")
         settle("ep_dispatch_dtype", *self._payload(model, dtype))
-        backend = "collective" if many else "local"
-        settle("moe_a2a_backend", backend, f"{self.ep_size} rank{'s' if many else ''}")
-        settle("moe_runner_backend", "torch", "the only one that runs on this device")
-        settle("attention_backend", "torch", "the only one that runs on this device")
         settle("max_model_len", model.max_position_embeddings, "max_position_embeddings")
         settle("kv_cache_dtype", dtype, "the compute type")
-        settle("cuda_graph_bs", (), "the torch backends run without graphs")
+        settle("cuda_graph_bs", (), "no sizes were given")
         if (Path(self.model) / "tokenizer_config.json").exists():
             settle("tokenizer", self.model, "the model's directory has one")
         settled: dict[str, Any] = {choice.field: choice.value for choice in choices}

@@ -38,7 +38,8 @@ class DispatchSpec:
     max_tokens_per_rank: most tokens one rank may bring to a normal-mode step.
     capacity: most tokens one rank may bring to a low-latency step; a slot then holds up to
         ``num_ranks * capacity`` rows.
-    row_alignment: first row of every slot in the contiguous layout is a multiple of this.
+    row_alignment: first row of every slot in the contiguous layout is a multiple of this, and so
+        is C in the masked one.
     """
 
     hidden: int
@@ -76,7 +77,10 @@ class ContiguousLayout:
 
 @dataclass(frozen=True)
 class MaskedLayout:
-    """Rows ``[S, C, H]``; only the first ``counts[i]`` rows of slot i are valid (int32 ``[S]``)."""
+    """Rows ``[S, C, H]``; only the first ``counts[i]`` rows of slot i are valid (int32 ``[S]``).
+
+    C is at least ``num_ranks * capacity`` and a multiple of the spec's ``row_alignment``.
+    """
 
     counts: torch.Tensor
 
@@ -135,6 +139,11 @@ class Dispatcher(ABC):
     @abstractmethod
     def supports(cls, spec: DispatchSpec) -> str | None:
         """None when this backend can serve the spec, else the reason why not."""
+
+    @classmethod
+    def buffer_bytes(cls, spec: DispatchSpec) -> int:
+        """Device memory that one rank's buffers take from construction on; known without them."""
+        return 0
 
     @abstractmethod
     def dispatch(

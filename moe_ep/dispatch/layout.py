@@ -49,6 +49,11 @@ class Places(NamedTuple):
     num_rows: int
 
 
+def masked_rows(spec: DispatchSpec) -> int:
+    """C: rows that a slot has room for in the masked layout."""
+    return -(-spec.num_ranks * spec.capacity // spec.row_alignment) * spec.row_alignment
+
+
 def place(entries: Entries, spec: DispatchSpec, mode: Mode) -> Places:
     """Give every (row, slot) pair its place, rows rising within a slot.
 
@@ -66,9 +71,8 @@ def place(entries: Entries, spec: DispatchSpec, mode: Mode) -> Places:
     counts = np.bincount(by_slot[is_new], minlength=num_slots)
     ends = counts.cumsum()
     if mode is Mode.LOW_LATENCY:
-        slot_rows = spec.num_ranks * spec.capacity
-        starts = np.arange(num_slots) * slot_rows
-        num_rows = num_slots * slot_rows
+        starts = np.arange(num_slots) * masked_rows(spec)
+        num_rows = num_slots * masked_rows(spec)
     else:
         aligned = -(-counts // spec.row_alignment) * spec.row_alignment
         aligned_ends = aligned.cumsum()
@@ -129,7 +133,7 @@ class LayoutBuffer:
         rows, scales, counts = self._rows, self._scales, self._places.counts
         layout: ContiguousLayout | MaskedLayout
         if self._mode is Mode.LOW_LATENCY:
-            leading = (self._spec.num_slots_per_rank, self._spec.num_ranks * self._spec.capacity)
+            leading = (self._spec.num_slots_per_rank, masked_rows(self._spec))
             rows = rows.unflatten(0, leading)
             scales = None if scales is None else scales.unflatten(0, leading)
             layout = MaskedLayout(_int32(counts, rows.device))

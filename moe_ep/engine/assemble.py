@@ -7,12 +7,15 @@ import logging
 from dataclasses import dataclass
 
 import psutil
+import torch
 
 from attention import BLOCK_SIZE, AttentionBackend, LatentCache, create_attention
 from eplb.placement import Placement
 from moe_ep.config import Choice, EngineConfig, ModelConfig, validate
+from moe_ep.dispatch import BACKENDS as DISPATCHERS
 from moe_ep.dispatch import Dispatcher, create_dispatcher
 from moe_ep.engine.admission import AdmissionLimits
+from moe_ep.engine.backends import resolve_backends, row_alignment
 from moe_ep.engine.kv_blocks import BlockPool, blocks_needed
 from moe_ep.engine.runner import Runner
 from moe_ep.engine.sampler import Sampler
@@ -65,18 +68,32 @@ class Assembly:
 def assemble(config: EngineConfig, world: World) -> Assembly:
     """Choose backends, load this rank's share, size the cache. Collective.
 
-    Raises ConfigError or LoadError with everything that is wrong at once.
+    Raises ConfigError or LoadError with everything that is wrong at once, MemoryError when the
+    exchange buffers or the cache have no room.
     """
     model = validate(config)
     config, choices = config.resolve(model)
+    config, backends = resolve_backends(config, model, world.device)
+    choices += backends
+    _check_agreement(config, world)
     if world.rank == 0:
         for choice in choices:
             logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
     return _Assembler(config, model, world, choices).assemble()
 
 
+def _check_agreement(config: EngineConfig, world: World) -> None:
+    """Unlike machines may choose unlike backends, whose exchanges would wait for each other."""
+    chosen = world.gather((config.moe_a2a_backend, config.moe_runner_backend))
+    if len(set(chosen)) > 1:
+        raise RuntimeError(
+            "moe_a2a_backend, moe_runner_backend: ranks have chosen differently,"
+            f" {chosen} in rank order; name backends that all of them have"
+        )
+
+
 class _Assembler:
-    """Carries what the steps of ``assemble`` share; ``config`` is resolved."""
+    """Carries what the steps of ``assemble`` share; ``config`` is resolved, backends included."""
 
     def __init__(
         self, config: EngineConfig, model: ModelConfig, world: World, choices: list[Choice]
@@ -86,6 +103,8 @@ class _Assembler:
         self.world = world
         self.choices = choices
         self.dtype = DTYPES[config.dtype]
+        self.device = world.device
+        self.expert_spec = expert_spec(config, model, world.device)
         self.progress = Progress(stage="loading")
         self.rules = step_rules(config)
         self.placement = Placement.trivial(
@@ -97,8 +116,8 @@ class _Assembler:
 
     def assemble(self) -> Assembly:
         spec = attention_spec(self.model, self.dtype)
-        attention = create_attention(self.config.attention_backend, spec)
-        dispatcher = self._dispatcher()
+        attention = create_attention(self.config.attention_backend, spec, device=self.device)
+        dispatcher = self._dispatcher()  # its buffers first: the cache gets what is left
         decoder, report = self._load(attention, dispatcher)
         cache = self._cache()
         pool = BlockPool(cache.num_blocks)
@@ -128,17 +147,28 @@ class _Assembler:
         )
 
     def _dispatcher(self) -> Dispatcher:
-        spec = dispatch_spec(self.config, self.model, self._new_experts().row_alignment)
-        return create_dispatcher(self.config.moe_a2a_backend, spec, self.world.group)
+        backend = self.config.moe_a2a_backend
+        alignment = row_alignment(self.config.moe_runner_backend, self.expert_spec)
+        spec = dispatch_spec(self.config, self.model, alignment)
+        num_bytes, free = DISPATCHERS[backend]().buffer_bytes(spec), _free_bytes(self.device)
+        if num_bytes > free:
+            raise MemoryError(
+                f"moe_a2a_backend: the buffers of {backend} take {num_bytes} bytes, {free} are free"
+                f" on rank {self.world.rank}; lower max_num_seqs or max_num_batched_tokens"
+            )
+        logger.info("rank %d: buffers of %s: %d bytes", self.world.rank, backend, num_bytes)
+        return create_dispatcher(backend, spec, self.world.group)
 
     def _new_experts(self) -> Experts:
-        return create_experts(self.config.moe_runner_backend, expert_spec(self.config, self.model))
+        return create_experts(self.config.moe_runner_backend, self.expert_spec)
 
     def _load(
         self, attention: AttentionBackend, dispatcher: Dispatcher
     ) -> tuple[Decoder, LoadReport]:
         parts = DecoderParts(
             dtype=self.dtype,
+            device=self.device,
+            keeps_fp8=self.config.moe_runner_backend == "deep_gemm" and self.expert_spec.is_fp8,
             attention=attention,
             dispatcher=dispatcher,
             make_experts=self._new_experts,
@@ -164,22 +194,34 @@ class _Assembler:
             LatentCache.bytes_per_block(num_layers=num_layers, latent_dim=latent_dim, dtype=dtype)
         )
         return LatentCache(
-            num_layers=num_layers, num_blocks=num_blocks, latent_dim=latent_dim, dtype=dtype
+            num_layers=num_layers,
+            num_blocks=num_blocks,
+            latent_dim=latent_dim,
+            dtype=dtype,
+            device=self.device,
         )
 
     def _blocks_that_fit(self, bytes_per_block: int) -> int:
         """As many as all sequences at full length can use, bounded by this rank's share of the
-        memory that is available once the weights are loaded."""
+        memory that is available once buffers are made and weights are loaded."""
         config = self.config
         most_useful = config.max_num_seqs * blocks_needed(self._max_model_len, BLOCK_SIZE)
-        share = config.gpu_memory_utilization / self.world.num_local_ranks
-        fitting = int(psutil.virtual_memory().available * share) // bytes_per_block
+        fitting = self._bytes_for_cache() // bytes_per_block
         if fitting < 1:
             raise MemoryError(
                 f"gpu_memory_utilization: {config.gpu_memory_utilization} given, which leaves no"
                 f" room for one cache block of {bytes_per_block} bytes on rank {self.world.rank}"
             )
         return min(most_useful, fitting)
+
+    def _bytes_for_cache(self) -> int:
+        """A GPU is this rank's own, and the share is of all of it; ranks of a host share the rest
+        of its memory."""
+        free, share = _free_bytes(self.device), self.config.gpu_memory_utilization
+        if self.device.type == "cuda":
+            total = torch.cuda.get_device_properties(self.device).total_memory
+            return free - int((1 - share) * total)
+        return int(free * share / self.world.num_local_ranks)
 
     @property
     def _max_model_len(self) -> int:
@@ -207,3 +249,11 @@ class _Assembler:
             num_ranks=world.num_ranks,
             timeout_s=world.timeout_s,
         )
+
+
+def _free_bytes(device: torch.device) -> int:
+    """Memory that a rank may still take on its device."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # what only torch's allocator holds is free
+        return torch.cuda.mem_get_info(device)[0]
+    return psutil.virtual_memory().available

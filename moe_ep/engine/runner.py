@@ -56,6 +56,7 @@ class Runner:
         self.cache = cache
         self.attention = attention
         self.sampler = sampler
+        self.device = cache.tensor.device
 
     def run(self, batch: ScheduledBatch, shape: StepShape) -> dict[str, SampledToken]:
         """Run the agreed step and return what ``Scheduler.update`` needs of it, by request id.
@@ -85,10 +86,17 @@ class Runner:
                 num_padded_tokens=num_padded,
             )
         )
+        rows = (
+            tokens.token_ids + [0] * num_padding,
+            tokens.positions + [0] * num_padding,
+            tokens.slots + [-1] * num_padding,
+        )
+        # One transfer for all three.
+        token_ids, positions, slots = torch.tensor(rows, dtype=torch.int64).to(self.device)
         return StepInput(
-            token_ids=torch.tensor(tokens.token_ids + [0] * num_padding, dtype=torch.int64),
-            positions=torch.tensor(tokens.positions + [0] * num_padding, dtype=torch.int64),
-            slot_mapping=torch.tensor(tokens.slots + [-1] * num_padding, dtype=torch.int64),
+            token_ids=token_ids,
+            positions=positions,
+            slot_mapping=slots,
             attention_plan=plan,
             num_tokens=num_tokens,
             mode=shape.mode,

@@ -18,13 +18,17 @@ def step_rules(config: EngineConfig) -> StepRules:
     )
 
 
-def expert_spec(config: EngineConfig, model: ModelConfig) -> ExpertSpec:
+def expert_spec(config: EngineConfig, model: ModelConfig, device: torch.device) -> ExpertSpec:
+    num_slots = _num_slots_per_rank(config, model)
+    rows = step_rules(config).capacity * model.num_experts_per_tok  # that a full rank sends
     return ExpertSpec(
-        num_slots=_num_slots_per_rank(config, model),
+        num_slots=num_slots,
         hidden=model.hidden_size,
         intermediate=model.moe_intermediate_size,
         dtype=DTYPES[config.dtype],
         is_fp8=model.quantization == "fp8",
+        device=device,
+        expected_rows=max(1, rows // num_slots),
     )
 
 

@@ -5,9 +5,13 @@ Knows nothing of Ray or of models. Rank 0 binds the port itself, so that no port
 
 import socket
 from datetime import timedelta
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, TCPStore
+
+T = TypeVar("T")
 
 
 def serve_store(host: str, timeout_s: float) -> TCPStore:
@@ -22,9 +26,17 @@ def connect_store(host: str, port: int, timeout_s: float) -> TCPStore:
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
+def rank_device() -> torch.device:
+    """The device of a rank in this process: its current GPU where it sees one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
 class World:
     """One rank's place among the ranks of an engine.
 
+    device: where the rank computes, see ``rank_device``.
     store: None only for a single rank, which needs no group.
     timeout_s: limit of every exchange between ranks.
     group: a group of all ranks that exists already; made from the store when not given.
@@ -45,22 +57,30 @@ class World:
         self.num_ranks = num_ranks
         self.store = store
         self.timeout_s = timeout_s
+        self.device = rank_device()
         self._owns_group = num_ranks > 1 and group is None
         if self._owns_group:
-            limit = timedelta(seconds=timeout_s)
+            is_gpu = self.device.type == "cuda"
             dist.init_process_group(
-                "gloo", store=store, rank=rank, world_size=num_ranks, timeout=limit
+                # Votes and names stay in host memory whatever the device.
+                "cpu:gloo,cuda:nccl" if is_gpu else "gloo",
+                store=store,
+                rank=rank,
+                world_size=num_ranks,
+                timeout=timedelta(seconds=timeout_s),
+                device_id=self.device if is_gpu else None,
             )
             group = dist.group.WORLD
         self.group = group if num_ranks > 1 else None
-        self.num_local_ranks = self._count_ranks_on_this_host()
+        self.num_local_ranks = self.gather(socket.gethostname()).count(socket.gethostname())
 
-    def _count_ranks_on_this_host(self) -> int:
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, in rank order. Collective."""
         if self.group is None:
-            return 1
-        hosts: list[str | None] = [None] * self.num_ranks
-        dist.all_gather_object(hosts, socket.gethostname(), group=self.group)
-        return hosts.count(socket.gethostname())
+            return [value]
+        values = [value] * self.num_ranks
+        dist.all_gather_object(values, value, group=self.group)
+        return values
 
     def destroy(self) -> None:
         """Leave the group if this object made it; may be called twice."""

@@ -4,6 +4,7 @@ The one place that knows tensor names. Experts that the placement gives to other
 read.
 """
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,25 +15,32 @@ from attention.mla import MLA
 from eplb.placement import Placement
 from moe_ep.config import ModelConfig
 from moe_ep.dispatch import Dispatcher
-from moe_ep.experts import Experts
+from moe_ep.experts import Experts, ExpertWeights
+from moe_ep.fp8 import BLOCK
 from moe_ep.gate import Gate
 from moe_ep.layer import MoELayer
 from moe_ep.linear import Linear
+from moe_ep.linear_fp8 import DeepGemmLinear, StoredWeight, create_linear
 from moe_ep.model.decoder import Decoder, DecoderLayer, DenseMLP
 from moe_ep.model.loader import WeightSource
 from moe_ep.model.norm import RMSNorm
 from moe_ep.model.rope import RotaryEmbedding
 from moe_ep.progress import Progress
 
+logger = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True)
 class DecoderParts:
     """What the decoder is built around: chosen backends, this rank's placement, and the progress.
 
-    make_experts: returns an empty expert bank for one layer.
+    device: where weights are kept. keeps_fp8: multiply FP8 projections as they are stored, where
+    their sizes allow it. make_experts: returns an empty expert bank for one layer.
     """
 
     dtype: torch.dtype
+    device: torch.device
+    keeps_fp8: bool
     attention: AttentionBackend
     dispatcher: Dispatcher
     make_experts: Callable[[], Experts]
@@ -61,10 +69,11 @@ def build_decoder(model: ModelConfig, source: WeightSource, parts: DecoderParts)
         interleave=model.rope_interleave,
         yarn=model.yarn,
         max_positions=model.max_position_embeddings,
+        device=parts.device,
     )
     builder = _Builder(model, source, parts, rope)
-    embedding = source.tensor("model.embed_tokens.weight", parts.dtype)
-    head = embedding if model.tie_word_embeddings else source.tensor("lm_head.weight", parts.dtype)
+    embedding = builder.tensor("model.embed_tokens.weight")
+    head = embedding if model.tie_word_embeddings else builder.tensor("lm_head.weight")
     return Decoder(
         embedding=embedding,
         layers=[builder.layer(index) for index in range(model.num_layers)],
@@ -84,7 +93,15 @@ class _Builder:
         self.parts = parts
         self.rope = rope
         self.spec = attention_spec(model, parts.dtype)
-        self.slot_table = parts.placement.slot_table(parts.rank)
+        self.slot_table = parts.placement.slot_table(parts.rank).to(parts.device)
+        self._told: set[str] = set()
+
+    def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Dense, in the compute type by default, on the device."""
+        return self.source.tensor(name, dtype or self.parts.dtype).to(self.parts.device)
+
+    def optional(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor | None:
+        return self.tensor(name, dtype) if self.source.has(name) else None
 
     def layer(self, index: int) -> DecoderLayer:
         prefix = f"model.layers.{index}."
@@ -98,18 +115,47 @@ class _Builder:
         )
 
     def norm(self, name: str, eps: float) -> RMSNorm:
-        return RMSNorm(self.source.tensor(name, self.parts.dtype), eps)
+        return RMSNorm(self.tensor(name), eps)
 
-    def _linear(self, prefix: str) -> Linear:
-        bias = self.source.optional(prefix + "bias", self.parts.dtype)
-        return Linear(
-            self.source.tensor(prefix + "weight", self.parts.dtype), self.parts.dtype, bias
-        )
+    def _linear(self, *prefixes: str) -> Linear | DeepGemmLinear:
+        """One product for all projections of an input, the first one's outputs first."""
+        dtype = self.parts.dtype
+        weights = [self._stored(prefix + "weight") for prefix in prefixes]
+        biases = [self.optional(prefix + "bias") for prefix in prefixes]
+        bias = None
+        if any(given is not None for given in biases):
+            bias = torch.cat(
+                [
+                    stored.weight.new_zeros(len(stored.weight), dtype=dtype) if b is None else b
+                    for stored, b in zip(weights, biases, strict=True)
+                ]
+            )
+        return create_linear(weights, dtype, bias, keeps_fp8=self._keeps_fp8(weights))
+
+    def _stored(self, name: str) -> StoredWeight:
+        weight, scale = self.source.raw(name)
+        device = self.parts.device
+        return StoredWeight(weight.to(device), None if scale is None else scale.to(device))
+
+    def _keeps_fp8(self, weights: list[StoredWeight]) -> bool:
+        """Weights of odd sizes are restored rather than multiplied one by one: it costs memory
+        instead of calls, and no published FP8 checkpoint has them."""
+        if not self.parts.keeps_fp8:
+            return False
+        answers = [DeepGemmLinear.supports(stored, self.parts.dtype) for stored in weights]
+        reasons = {reason for reason in answers if reason is not None}
+        if any(len(stored.weight) % BLOCK for stored in weights[:-1]):
+            shapes = [list(stored.weight.shape) for stored in weights]
+            reasons.add(f"weights {shapes} cannot share a scale per 128x128")
+        for reason in reasons - self._told:
+            logger.info("FP8 projections are restored to %s: %s", self.parts.dtype, reason)
+        self._told |= reasons
+        return not reasons
 
     def _attention(self, prefix: str) -> MLA:
         spec = self.spec
         heads = spec.num_heads
-        w_kv_b = self.source.tensor(prefix + "kv_b_proj.weight", self.parts.dtype)
+        w_kv_b = self.tensor(prefix + "kv_b_proj.weight")
         return MLA(
             spec=spec,
             backend=self.parts.attention,
@@ -126,7 +172,8 @@ class _Builder:
         """The first product of both is one product: a call less, which small batches feel."""
         shape = (-1, self.spec.num_heads, self.model.qk_head_dim)
         rank = self.model.q_lora_rank
-        first = self._joined_linear(prefix, "q_proj" if rank is None else "q_a_proj")
+        query = "q_proj" if rank is None else "q_a_proj"
+        first = self._linear(f"{prefix}{query}.", f"{prefix}kv_a_proj_with_mqa.")
         sizes = [first.out_features - self.spec.latent_dim, self.spec.latent_dim]
         if rank is None:
 
@@ -144,31 +191,16 @@ class _Builder:
 
         return low_rank
 
-    def _joined_linear(self, prefix: str, query: str) -> Linear:
-        """The query's first projection on top of the latent's."""
-        names = [f"{prefix}{name}." for name in (query, "kv_a_proj_with_mqa")]
-        dtype = self.parts.dtype
-        weights = [self.source.tensor(name + "weight", dtype) for name in names]
-        biases = [self.source.optional(name + "bias", dtype) for name in names]
-        bias = None
-        if any(given is not None for given in biases):
-            pairs = zip(weights, biases, strict=True)
-            bias = torch.cat([w.new_zeros(len(w)) if b is None else b for w, b in pairs])
-        return Linear(torch.cat(weights), dtype, bias)
-
     def _mlp(self, prefix: str) -> DenseMLP:
-        gate, up, down = (
-            self.source.tensor(f"{prefix}{name}_proj.weight", self.parts.dtype)
-            for name in ("gate", "up", "down")
-        )
-        return DenseMLP(gate, up, down)
+        gate_up = self._linear(prefix + "gate_proj.", prefix + "up_proj.")
+        return DenseMLP(gate_up, self._linear(prefix + "down_proj."))
 
     def _moe(self, index: int, prefix: str) -> MoELayer:
         model, parts = self.model, self.parts
         moe_index = index - model.first_k_dense_replace
         experts = parts.make_experts()
         for slot, expert in enumerate(parts.placement.local_experts(moe_index, parts.rank)):
-            experts.load_slot(slot, self.source.expert(index, expert))
+            experts.load_slot(slot, self._expert(index, expert))
         return MoELayer(
             gate=self._gate(prefix + "gate."),
             dispatcher=parts.dispatcher,
@@ -180,11 +212,16 @@ class _Builder:
             progress=parts.progress,
         )
 
+    def _expert(self, layer: int, expert: int) -> ExpertWeights:
+        stored = vars(self.source.expert(layer, expert))
+        given = {name: part for name, part in stored.items() if part is not None}
+        return ExpertWeights(**{name: part.to(self.parts.device) for name, part in given.items()})
+
     def _gate(self, prefix: str) -> Gate:
         model = self.model
         return Gate(
-            weight=self.source.tensor(prefix + "weight", torch.float32),
-            bias=self.source.optional(prefix + "e_score_correction_bias", torch.float32),
+            weight=self.tensor(prefix + "weight", torch.float32),
+            bias=self.optional(prefix + "e_score_correction_bias", torch.float32),
             num_topk=model.num_experts_per_tok,
             n_group=model.n_group,
             topk_group=model.topk_group,

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from attention.latent_cache import LatentCache
-from attention.mla import MLA
+from attention.mla import MLA, Projection
 from moe_ep.dispatch.base import Mode
 from moe_ep.layer import MoELayer
 from moe_ep.linear import Linear
@@ -41,11 +41,12 @@ class StepInput:
 
 
 class DenseMLP:
-    """SwiGLU feed-forward network; also the shared expert."""
+    """SwiGLU feed-forward network; also the shared expert. gate_up: ``[T, H] -> [T, 2I]``, gate
+    first. down: ``[T, I] -> [T, H]``."""
 
-    def __init__(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> None:
-        self.gate_up = Linear(torch.cat([gate, up]), gate.dtype)
-        self.down = Linear(down, down.dtype)
+    def __init__(self, gate_up: Projection, down: Projection) -> None:
+        self.gate_up = gate_up
+        self.down = down
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         gate, up = self.gate_up(x).chunk(2, dim=-1)

@@ -6,6 +6,7 @@ are compared sorted; weights are applied where the backend says, so results are 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from tests.dispatch.cases import (
 from tests.emulators.install import emulated
 from tests.ranks import RankInfo
 
+BACKENDS = ["deepep", "deepep_v2"]
 BF16 = torch.bfloat16
 HIDDEN = 2048  # the smallest with low-latency kernels
 ALIGNMENT = 128
@@ -122,17 +124,10 @@ def on_stand_in(
 
 
 def run_cases(info: RankInfo, backend: str, todo: list[Case]) -> list[dict[Mode, Result]]:
-    return [
-        on_stand_in(
-            info,
-            backend,
-            one.spec,
-            lambda dispatcher, one=one: {
-                mode: run_case(dispatcher, one, info.rank, mode) for mode in Mode
-            },
-        )
-        for one in todo
-    ]
+    def run_modes(dispatcher: Dispatcher, one: Case) -> dict[Mode, Result]:
+        return {mode: run_case(dispatcher, one, info.rank, mode) for mode in Mode}
+
+    return [on_stand_in(info, backend, one.spec, partial(run_modes, one=one)) for one in todo]
 
 
 def check(case: Case, rank: int, result: Result, quantize: Quantizer) -> None:

@@ -4,10 +4,15 @@ import pytest
 import torch
 
 from moe_ep.dispatch import Dispatcher, Mode, create_dispatcher
-from moe_ep.fp8 import FP8, quantize_rows
-from tests.compare import assert_bits_equal
+from moe_ep.experts.base import ExpertSpec, ExpertWeights
+from moe_ep.experts.torch_experts import TorchExperts
+from moe_ep.fp8 import FP8, quantize_blocks, quantize_rows
+from tests.compare import assert_bits_equal, assert_rows_close
 from tests.dispatch.cases import expected_output
 from tests.dispatch.deep_ep_cases import (
+    BACKENDS,
+    BF16,
+    HIDDEN,
     arguments,
     case,
     cases,
@@ -20,8 +25,6 @@ from tests.dispatch.deep_ep_cases import (
 from tests.emulators.deep_ep.low_latency import quantize_in_kernel
 from tests.emulators.install import emulated
 from tests.ranks import RankInfo, RankPool
-
-BACKENDS = ["deepep", "deepep_v2"]
 
 
 @pytest.mark.parametrize("payload_dtype", [FP8, torch.bfloat16])
@@ -60,6 +63,43 @@ def test_arrival_order_never_changes_a_bit(rank_pool: RankPool, backend):
         for first, *others in outs.values():
             for other in others:
                 assert_bits_equal(other, first)
+
+
+def _real_experts(info: RankInfo, backend: str) -> dict[Mode, torch.Tensor]:
+    """The torch experts, which read strided scales and apply row weights when they are given."""
+    one = case("holes", (9, 5), num_padding=2, num_slots_per_rank=2)
+    spec = ExpertSpec(num_slots=2, hidden=HIDDEN, intermediate=256, dtype=BF16, is_fp8=True)
+    experts = TorchExperts(spec)
+    generator = torch.Generator().manual_seed(info.rank)
+    for slot in range(2):
+        weights = [
+            quantize_blocks(torch.randn(shape, generator=generator) / 32)
+            for shape in ((256, HIDDEN), (256, HIDDEN), (HIDDEN, 256))
+        ]
+        (gate, gate_scale), (up, up_scale), (down, down_scale) = weights
+        experts.load_slot(slot, ExpertWeights(gate, up, down, gate_scale, up_scale, down_scale))
+
+    def work(dispatcher: Dispatcher) -> dict[Mode, torch.Tensor]:
+        outs = {}
+        for mode in Mode:
+            dispatched = dispatcher.dispatch(**arguments(one, info.rank, mode)).wait()
+            y = experts(dispatched)
+            outs[mode] = dispatcher.combine(y=y, dispatched=dispatched).wait().clone()
+        return outs
+
+    return on_stand_in(info, backend, one.spec, work)
+
+
+# Requantised activations: one unit of e4m3 in some of the terms of a sum.
+EXPERT_RTOL = 2**-4
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_experts_give_what_they_give_over_the_collective_backend(rank_pool: RankPool, backend):
+    expected = rank_pool.run(_real_experts, 2, "collective")
+    for rank, outs in enumerate(rank_pool.run(_real_experts, 2, backend)):
+        for mode, out in outs.items():
+            assert_rows_close(out, expected[rank][mode], rtol=EXPERT_RTOL, atol=1e-3)
 
 
 def _refuse(info: RankInfo, backend: str) -> str:

@@ -175,10 +175,11 @@ def test_rows_are_expanded_and_summed_as_worked_by_hand():
     rows = copy_rows(received, expansion.sources)
     assert_bits_equal(rows[[0, 1, 4, 5, 6]].float(), received[[1, 3, 0, 1, 3]].float())
     y = torch.full((8, 2), float("nan"))
-    y[[0, 1, 4, 5, 6]] = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0]).unsqueeze(1)
+    infinite = float("inf")  # of one token, and stays with it
+    y[[0, 1, 4, 5, 6]] = torch.tensor([infinite, 2.0, 3.0, 4.0, 5.0]).unsqueeze(1)
     weights = torch.tensor([[0.5, 9.0], [2.0, 1.0], [7.0, 7.0], [1.0, 10.0]])
     sums = weighted_row_sums(y, expansion.positions, weights)
-    assert sums[:, 0].tolist() == [1.5, 6.0, 0.0, 25.0]
+    assert sums[:, 0].tolist() == [1.5, infinite, 0.0, 25.0]
 
 
 def test_nothing_received_expands_to_nothing():

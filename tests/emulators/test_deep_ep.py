@@ -1,4 +1,4 @@
-"""The stand-in for DeepEP: the library's figures, and that it refuses what must be refused.
+"""The stand-in for DeepEP on two ranks: it refuses what must be refused.
 
 Traps of the library that no adapter can fall into by accident are held here; the others in
 ``tests/dispatch/test_deep_ep_traps.py``.
@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.compare import assert_bits_equal
 from tests.emulators.deep_ep import (
@@ -21,77 +20,11 @@ from tests.emulators.deep_ep import (
     EventOverlap,
     topk_idx_t,
 )
-from tests.emulators.deep_ep.config import elastic_size_hint
-from tests.emulators.deep_ep.expansion import group_ends
 from tests.ranks import RankInfo, RankPool
 
 BF16, F32 = torch.bfloat16, torch.float32
 HIDDEN, NUM_EXPERTS, NUM_TOKENS, MAX_TOKENS = 2048, 4, 4, 8
 DONE = ["done", "done"]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "size"),
-    [
-        ((128, 7168, 8, 256), 1_908_410_496),
-        ((64, 7168, 16, 256), 954_206_336),
-        ((128, 7168, 8, 288), 2_146_961_792),
-        ((1, 7168, 2, 8), 466_304),
-        ((128, 2048, 2, 64), 136_315_520),
-    ],
-)
-def test_low_latency_sizes_are_those_measured(arguments, size):
-    assert Buffer.get_low_latency_rdma_size_hint(*arguments) == size
-
-
-def test_normal_mode_sizes_are_those_measured():
-    nvl = {2: 83_927_552, 4: 167_854_976, 8: 335_709_824, 16: 377_673_984}
-    for num_ranks, size in nvl.items():
-        config = Buffer.get_dispatch_config(num_ranks)
-        assert config.get_nvl_buffer_size_hint(14336, num_ranks) == size
-    rdma = {16: 91_887_744, 32: 168_023_680}
-    for num_ranks, size in rdma.items():
-        config = Buffer.get_dispatch_config(num_ranks)
-        assert config.get_rdma_buffer_size_hint(14336, num_ranks) == size
-    assert Buffer.get_combine_config(16).get_rdma_buffer_size_hint(14336, 16) == 86_637_184
-    assert Buffer.get_combine_config(8).get_rdma_buffer_size_hint(14336, 8) == 0
-
-
-def test_configs_and_sm_counts_are_checked():
-    with pytest.raises(RuntimeError, match="chunk sizes"):
-        Config(20, 256, 256)
-    with pytest.raises(RuntimeError, match="RDMA chunk sizes"):
-        Config(20, 6, 256, 200, 100)
-    with pytest.raises(AssertionError, match="Unsupported number of EP ranks: 6"):
-        Buffer.get_dispatch_config(6)
-    with pytest.raises(AssertionError, match="must be even"):
-        Buffer.set_num_sms(5)
-
-
-def test_trap_05_psum_has_two_meanings():
-    for counts, ends, padded in (
-        ([100, 122, 114], [100, 250, 370], [128, 256, 384]),
-        ([0, 1, 128, 129], [0, 1, 256, 385], [0, 128, 256, 512]),
-    ):
-        assert group_ends(counts, 128, do_expand=True) == ends
-        assert group_ends(counts, 128, do_expand=False) == padded
-
-
-def test_elastic_sizes_are_whole_pages_of_the_larger_layout():
-    sizes = {"num_ranks": 8, "num_max_tokens": 128, "hidden": 7168, "num_topk": 8}
-    size = elastic_size_hint(**sizes, use_fp8_dispatch=False, allow_multiple_reduction=True)
-    # 8 ranks x 128 tokens x (row 14336, lists and source 100 -> 128), in units of 2 MiB
-    assert size == -(-8 * 128 * (14336 + 128) // (2 << 20)) * (2 << 20)
-
-
-# On two ranks
-
-
-def _together(info: RankInfo, work: Callable[[RankInfo], Any]) -> Any:
-    """A rank that leaves early would take its last messages with it."""
-    result = work(info)
-    dist.barrier(info.group)
-    return result
 
 
 def _routing() -> tuple[torch.Tensor, torch.Tensor]:
@@ -168,7 +101,7 @@ def _events(info: RankInfo) -> str:
 
 
 def test_trap_02_event_types_and_waits(rank_pool: RankPool):
-    assert rank_pool.run(_together, 2, _events) == DONE
+    assert rank_pool.run(_events, 2) == DONE
 
 
 def _local_ids(info: RankInfo) -> str:
@@ -200,7 +133,7 @@ def _local_ids(info: RankInfo) -> str:
 
 
 def test_trap_01_03_normal_mode_has_local_ids_and_a_plain_sum(rank_pool: RankPool):
-    assert rank_pool.run(_together, 2, _local_ids) == DONE
+    assert rank_pool.run(_local_ids, 2) == DONE
 
 
 def _hooks(info: RankInfo) -> str:
@@ -232,7 +165,7 @@ def _hooks(info: RankInfo) -> str:
 
 
 def test_trap_11_hooks_and_two_results_alive(rank_pool: RankPool):
-    assert rank_pool.run(_together, 2, _hooks) == DONE
+    assert rank_pool.run(_hooks, 2) == DONE
 
 
 def _sizes(info: RankInfo) -> str:
@@ -256,7 +189,7 @@ def _sizes(info: RankInfo) -> str:
 
 
 def test_trap_10_12_13_low_latency_sizes(rank_pool: RankPool):
-    assert rank_pool.run(_together, 2, _sizes) == DONE
+    assert rank_pool.run(_sizes, 2) == DONE
 
 
 def _mismatch(info: RankInfo) -> str:
@@ -267,7 +200,7 @@ def _mismatch(info: RankInfo) -> str:
 
 
 def test_trap_10_sizes_that_differ_between_ranks_are_found(rank_pool: RankPool):
-    assert rank_pool.run(_together, 2, _mismatch) == DONE
+    assert rank_pool.run(_mismatch, 2) == DONE
 
 
 def _duplicates(info: RankInfo) -> str:
@@ -280,7 +213,7 @@ def _duplicates(info: RankInfo) -> str:
 
 
 def test_trap_14_a_repeated_expert_traps(rank_pool: RankPool):
-    assert rank_pool.run(_together, 2, _duplicates) == DONE
+    assert rank_pool.run(_duplicates, 2) == DONE
 
 
 def _no_sync(info: RankInfo) -> str:
@@ -305,7 +238,7 @@ def _no_sync(info: RankInfo) -> str:
 
 
 def test_trap_01_08_09_expanded_rows_without_a_wait(rank_pool: RankPool):
-    assert rank_pool.run(_together, 2, _no_sync) == DONE
+    assert rank_pool.run(_no_sync, 2) == DONE
 
 
 def _arrival(info: RankInfo) -> list[list[float]]:
@@ -319,6 +252,6 @@ def _arrival(info: RankInfo) -> list[list[float]]:
 
 
 def test_rows_arrive_in_changing_order(rank_pool: RankPool):
-    for orders in rank_pool.run(_together, 2, _arrival):
+    for orders in rank_pool.run(_arrival, 2):
         assert len({tuple(sorted(order)) for order in orders}) == 1
         assert len({tuple(order) for order in orders}) > 1

@@ -12,7 +12,7 @@ from tests.compare import assert_rows_close
 from tests.kernels.cases import DEVICE, NAN, randn, restored, restored_weight, to_device
 
 COUNTS, CAPACITY, ALIGNMENT = [5, 0, 37, 1, 16], 40, 8
-NUM_SLOTS = len(COUNTS)
+NUM_SLOTS, EMPTY_SLOT = len(COUNTS), 1
 # Operands are exact in the reference; products and sums are float32, the result is rounded to BF16.
 RTOL = 2**-8 + 1e-5
 
@@ -26,7 +26,9 @@ def operand(x: torch.Tensor, is_fp8: bool):
 
 
 def weights(width: int, depth: int, is_fp8: bool):
+    """Weights, their scales, and what they are worth; the slot without rows holds NaN."""
     w = randn(NUM_SLOTS, width, depth, seed=1) / depth**0.5
+    w[EMPTY_SLOT] = NAN
     if not is_fp8:
         return w.bfloat16(), None, list(w.bfloat16().double())
     pairs = [fp8.quantize_blocks(matrix) for matrix in w]

@@ -37,7 +37,7 @@ def test_equals_norm_then_rotation_then_write(dtype, is_interleaved):
     cos, sin = rope.cos_sin(torch.tensor([0, 5, 0, 499, 77, 1, 0]))
     cache = LatentCache(num_layers=2, num_blocks=3, latent_dim=RANK + ROPE, dtype=dtype)
     cache.tensor.fill_(5.0)
-    stored = cache.tensor.to(DEVICE)
+    stored = cache.tensor.clone().to(DEVICE)
     latent = write_latent(
         raw.to(DEVICE),
         norm_weight=weight.to(DEVICE),
@@ -51,6 +51,8 @@ def test_equals_norm_then_rotation_then_write(dtype, is_interleaved):
     real = slots >= 0
     want = expected(raw[real], weight, rope, cos[real], sin[real])
     assert_rows_close(latent[real].double(), want.double(), rtol=RTOL[dtype], atol=0.0)
+    if dtype is torch.bfloat16:  # the roundings in between are made where the reference makes them
+        assert (latent[real] != want).float().mean() < 0.02
     # The cache holds what was returned, at the slots, and nothing else was touched.
     cache.write(1, slots[real], latent[real])
     assert_bits_equal(stored.cpu(), cache.tensor)

@@ -26,7 +26,7 @@ def device_assert(condition: bool, text: str) -> None:
 
 
 def check_torch_deterministic() -> None:
-    fills = torch.utils.deterministic.fill_uninitialized_memory
+    fills = getattr(torch.utils.deterministic, "fill_uninitialized_memory")  # noqa: B009
     assert not (torch.are_deterministic_algorithms_enabled() and fills)
 
 

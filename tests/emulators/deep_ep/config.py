@@ -33,6 +33,11 @@ class Config:
     def num_channels(self) -> int:
         return self.num_sms // 2
 
+    def queue_bytes(self, token_bytes: int, num_ranks: int) -> int:
+        """What normal mode needs on one node for tokens of this size."""
+        queues = self.num_channels * num_ranks
+        return queues * (16 + self.nvl_recv * token_bytes) + num_ranks**2 * 4
+
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         peers = NUM_MAX_NVL_PEERS
         host_assert(num_ranks < peers or num_ranks % peers == 0, "num_ranks")

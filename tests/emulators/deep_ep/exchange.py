@@ -1,4 +1,6 @@
-"""Messages between ranks over point-to-point gloo: a send waits for no one.
+"""Messages between ranks, left in the group's store: a send waits for no one, as over RDMA.
+
+A gloo send must be kept, and waited for, by a sender that may have gone on or left.
 
 Every message says which call it belongs to and with which sizes; a receiver whose own call differs
 refuses it. So a rank that passes other sizes, or makes its calls in another order, is found.
@@ -15,20 +17,16 @@ import torch.distributed as dist
 from tests.emulators.deep_ep.checks import DeviceTrapError
 
 Part = dict[str, torch.Tensor]
-TAGS_PER_CHANNEL = 1 << 16
-MAX_CHANNELS = 1 << 12
-_num_channels = 0
-# Sends and their data. Kept here, as one that is dropped before its receiver has come is lost.
-_under_way: list[tuple[Any, torch.Tensor]] = []
+_num_channels = 0  # of this process; ranks agree on the largest
 
 
 @dataclass(frozen=True)
 class Ticket:
-    """One collective call of this rank. own: what it sends to itself."""
+    """One collective call of this rank. number: among those of its channel. own: to itself."""
 
     call: str
     common: dict[str, Any]
-    tag: int
+    number: int
     own: Part
 
 
@@ -48,52 +46,51 @@ class Channel:
         counts: list[Any] = [None] * group.size()
         dist.all_gather_object(counts, _num_channels, group)
         _num_channels = max(counts) + 1
-        self._group = group
-        self._tag = (_num_channels % MAX_CHANNELS) * TAGS_PER_CHANNEL
-        self._last_tag = self._tag + TAGS_PER_CHANNEL
+        self._rank, self._num_ranks = group.rank(), group.size()
+        self._store = dist.PrefixStore(f"deep_ep {_num_channels}", _store_of(group))
+        self._num_calls = 0
 
     def post(self, call: str, common: dict[str, Any], parts: Iterable[Part]) -> Ticket:
         """Send one part to each rank, in rank order."""
-        self._tag += 2
-        assert self._tag < self._last_tag, "more calls than this stand-in has tags for"
-        _under_way[:] = [(work, data) for work, data in _under_way if not work.is_completed()]
+        self._num_calls += 1
         own: Part = {}
         for peer, part in enumerate(parts):
-            if peer == self._group.rank():
+            if peer == self._rank:
                 own = {name: tensor.clone() for name, tensor in part.items()}
                 continue
             body = pickle.dumps((call, common, {n: _encode(t) for n, t in part.items()}))
-            self._send(torch.tensor([len(body)]), peer, self._tag)
-            self._send(torch.frombuffer(bytearray(body), dtype=torch.uint8), peer, self._tag + 1)
-        return Ticket(call, common, self._tag, own)
+            self._store.set(_key(self._num_calls, self._rank, peer), body)  # type: ignore[arg-type]
+        return Ticket(call, common, self._num_calls, own)
 
     def collect(self, ticket: Ticket) -> list[Part]:
         """What each rank sent to this one in the same call; waits for all of them."""
         return [
-            ticket.own if peer == self._group.rank() else self._receive(ticket, peer)
-            for peer in range(self._group.size())
+            ticket.own if peer == self._rank else self._receive(ticket, peer)
+            for peer in range(self._num_ranks)
         ]
 
     def barrier(self, call: str, common: dict[str, Any]) -> None:
-        self.collect(self.post(call, common, [{} for _ in range(self._group.size())]))
-        for work, _ in _under_way[-2 * (self._group.size() - 1) :]:
-            work.wait()  # this rank may be about to leave the group
-
-    def _send(self, data: torch.Tensor, peer: int, tag: int) -> None:
-        _under_way.append((self._group.send([data], peer, tag), data))
+        self.collect(self.post(call, common, [{} for _ in range(self._num_ranks)]))
 
     def _receive(self, ticket: Ticket, peer: int) -> Part:
-        size = torch.empty(1, dtype=torch.int64)
-        self._group.recv([size], peer, ticket.tag).wait()
-        body = torch.empty(int(size), dtype=torch.uint8)
-        self._group.recv([body], peer, ticket.tag + 1).wait()
-        call, common, part = pickle.loads(body.numpy().tobytes())
+        key = _key(ticket.number, peer, self._rank)
+        call, common, part = pickle.loads(self._store.get(key))
+        self._store.delete_key(key)
         if (call, common) != (ticket.call, ticket.common):
             raise DeviceTrapError(
                 f"rank {peer} calls {call} with {common}, "
-                f"rank {self._group.rank()} calls {ticket.call} with {ticket.common}"
+                f"rank {self._rank} calls {ticket.call} with {ticket.common}"
             )
         return {name: _decode(*encoded) for name, encoded in part.items()}
+
+
+def _store_of(group: dist.ProcessGroup) -> dist.Store:
+    """The store that the group was made from."""
+    return dist.distributed_c10d._world.pg_map[group][1]
+
+
+def _key(number: int, source: int, target: int) -> str:
+    return f"{number} {source} {target}"
 
 
 def _encode(tensor: torch.Tensor) -> tuple[bytes, torch.dtype, tuple[int, ...]]:

@@ -12,13 +12,11 @@ import torch
 import torch.distributed as dist
 
 from tests.emulators.deep_ep.checks import (
-    FP8,
     check_routing,
     check_tensor,
     check_torch_deterministic,
     device_assert,
     host_assert,
-    take,
     unwritten,
 )
 from tests.emulators.deep_ep.config import (
@@ -32,9 +30,14 @@ from tests.emulators.deep_ep.config import (
     topk_idx_t,
 )
 from tests.emulators.deep_ep.event import EventHandle, EventOverlap, check_v1_event, launch
-from tests.emulators.deep_ep.exchange import Channel, Part, agree
+from tests.emulators.deep_ep.exchange import Channel, agree
 from tests.emulators.deep_ep.low_latency import LowLatency
-from tests.emulators.deep_ep.normal_rows import ReceivedRows, dispatch_layout
+from tests.emulators.deep_ep.normal_rows import (
+    ReceivedRows,
+    check_rows,
+    dispatch_layout,
+    sent_rows,
+)
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 NORMAL_RANKS = (2, 4, 8)
@@ -169,7 +172,9 @@ class Buffer(LowLatency):
         assert num_tokens_per_expert is not None
         rows, scales = x if isinstance(x, tuple) else (x, None)
         num_experts = len(num_tokens_per_expert)
-        self._check_rows(rows, scales, topk_idx, topk_weights, config)
+        token_bytes = check_rows(rows, scales, topk_idx, topk_weights)
+        needed = config.queue_bytes(token_bytes, self.group_size)
+        host_assert(needed <= self.num_nvl_bytes, "num_nvl_bytes is too small")
         counted = dispatch_layout(topk_idx, num_experts, self.group_size)
         given = (num_tokens_per_rank, num_tokens_per_expert, is_token_in_rank)
         for want, have in zip(counted, given, strict=True):
@@ -178,7 +183,9 @@ class Buffer(LowLatency):
         inputs = {"x": rows, "topk_idx": topk_idx, "topk_weights": topk_weights}
         if scales is not None:
             inputs["scales"] = scales
-        parts = [self._part(inputs, is_token_in_rank[:, r]) for r in range(self.group_size)]
+        parts = [
+            sent_rows(inputs, is_token_in_rank[:, r], self._random) for r in range(self.group_size)
+        ]
         common = {
             "sizes": (rows.shape[1], rows.dtype, topk_idx.shape[1], num_experts),
             "alignment": expert_alignment,
@@ -229,7 +236,10 @@ class Buffer(LowLatency):
             channel_prefix.shape[1] == config.num_channels,
             "combine has the num_sms of its dispatch",
         )
-        self._check_queue(config, 2 * x.shape[1] + 4)
+        host_assert(
+            config.queue_bytes(2 * x.shape[1] + 4, self.group_size) <= self.num_nvl_bytes,
+            "num_nvl_bytes is too small",
+        )
         ends = rank_prefix[:, self.rank].tolist()
         starts = [0, *ends[:-1]]
         parts = [
@@ -267,41 +277,6 @@ class Buffer(LowLatency):
         self._check_no_hook_is_open("a normal-mode call")
         host_assert(config.num_sms % 2 == 0, "config.num_sms % 2 == 0")
         host_assert(self.group_size in NORMAL_RANKS, f"Unsupported ranks: {self.group_size}")
-
-    def _check_rows(
-        self,
-        rows: torch.Tensor,
-        scales: torch.Tensor | None,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        config: Config,
-    ) -> None:
-        num_tokens, num_topk = topk_idx.shape
-        check_tensor("x", rows, [BF16] if scales is None else [FP8], (num_tokens, None))
-        check_tensor("topk_idx", topk_idx, [topk_idx_t], (None, None))
-        check_tensor("topk_weights", topk_weights, [F32], (num_tokens, num_topk))
-        host_assert(num_topk <= 32, "one lane for each choice")
-        host_assert(rows.shape[1] * rows.element_size() % 16 == 0, "row bytes % 16")
-        num_scales = 0
-        if scales is not None:
-            num_scales = rows.shape[1] // 128
-            check_tensor(
-                "scales", scales, [F32, I32], (num_tokens, num_scales), is_contiguous=False
-            )
-        row_bytes = rows.shape[1] * rows.element_size()
-        self._check_queue(config, row_bytes + 4 + num_topk * 12 + num_scales * 4)
-
-    def _check_queue(self, config: Config, token_bytes: int) -> None:
-        queues = config.num_channels * self.group_size
-        needed = queues * (16 + config.nvl_recv * token_bytes) + self.group_size**2 * 4
-        host_assert(needed <= self.num_nvl_bytes, "num_nvl_bytes is too small")
-
-    def _part(self, inputs: Part, is_sent: torch.Tensor) -> Part:
-        tokens = is_sent.nonzero().flatten().tolist()
-        self._random.shuffle(tokens)
-        index = torch.tensor(tokens, dtype=torch.int64)
-        part = {name: take(tensor, index) for name, tensor in inputs.items()}
-        return {**part, "src_idx": index.to(I32)}
 
     def _handle(
         self, received: ReceivedRows, is_token_in_rank: torch.Tensor, config: Config

@@ -1,8 +1,11 @@
 """Rows of V1 normal mode: one for each (token, rank). Shape letters: T tokens, R ranks."""
 
+import random
+
 import torch
 
-from tests.emulators.deep_ep.checks import FP8, put, unwritten
+from tests.emulators.deep_ep.checks import FP8, check_tensor, host_assert, put, take, unwritten
+from tests.emulators.deep_ep.config import topk_idx_t
 from tests.emulators.deep_ep.exchange import Part
 
 I32 = torch.int32
@@ -34,6 +37,36 @@ class ReceivedRows:
 
 def _bytes_if_fp8(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+
+
+def check_rows(
+    rows: torch.Tensor,
+    scales: torch.Tensor | None,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> int:
+    """The inputs of dispatch; returns the bytes that a token takes in the queues."""
+    num_tokens, num_topk = topk_idx.shape
+    check_tensor("x", rows, [torch.bfloat16] if scales is None else [FP8], (num_tokens, None))
+    check_tensor("topk_idx", topk_idx, [topk_idx_t], (None, None))
+    check_tensor("topk_weights", topk_weights, [torch.float32], (num_tokens, num_topk))
+    host_assert(num_topk <= 32, "one lane for each choice")
+    row_bytes = rows.shape[1] * rows.element_size()
+    host_assert(row_bytes % 16 == 0, "row bytes % 16")
+    num_scales = 0
+    if scales is not None:
+        num_scales, dtypes = rows.shape[1] // 128, [torch.float32, I32]
+        check_tensor("scales", scales, dtypes, (num_tokens, num_scales), is_contiguous=False)
+    return row_bytes + 4 + num_topk * 12 + num_scales * 4
+
+
+def sent_rows(inputs: Part, is_sent: torch.Tensor, order: random.Random) -> Part:
+    """What one rank is sent of the inputs: the tokens in any order, and their indices."""
+    tokens = is_sent.nonzero().flatten().tolist()
+    order.shuffle(tokens)
+    index = torch.tensor(tokens, dtype=torch.int64)
+    part = {name: take(tensor, index) for name, tensor in inputs.items()}
+    return {**part, "src_idx": index.to(I32)}
 
 
 def dispatch_layout(

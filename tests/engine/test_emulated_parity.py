@@ -1,0 +1,76 @@
+"""The engine on the GPU libraries' stand-ins against ``transformers``, as in ``test_parity``.
+
+Runs over several ranks have one idle rank, and replicas of half of the experts. Projections are FP8
+products here, so their inputs are rounded to FP8 too.
+"""
+
+import pytest
+
+from moe_ep.config import EngineConfig
+from moe_ep.engine.request import EngineRequest
+from tests.emulators.device import emulated_kernels
+from tests.emulators.install import emulated
+from tests.engine.driver import RankResult, engine_worker, greedy
+from tests.engine.test_parity import FP8, NUM_NEW, check_rows, config_for, prompts, reference
+from tests.engine.test_parity import run as run_as_is
+from tests.ranks import RankInfo, RankPool
+from tests.tiny import tiny_checkpoint
+
+CASE = "v3-wide"
+
+
+def emulated_engine_worker(
+    info: RankInfo, config: EngineConfig, requests: list[list[EngineRequest]], major: int
+) -> RankResult:
+    with emulated("deep_ep"), emulated_kernels(major=major):
+        return engine_worker(info, config, requests)
+
+
+def check(rank_pool: RankPool, *, ep_size: int, major: int = 9, **flags: str) -> None:
+    checkpoint = tiny_checkpoint(CASE, dtype="bfloat16", fp8=True)
+    config = config_for(
+        checkpoint,
+        ep_size=ep_size,
+        ep_num_redundant_experts=8 if ep_size > 1 else 0,
+        max_num_seqs=8,
+        max_num_batched_tokens=128,
+        moe_runner_backend="deep_gemm",
+        **flags,
+    )
+    num_busy = max(ep_size - 1, 1)
+    requests: list[list[EngineRequest]] = [[] for _ in range(ep_size)]
+    for index, prompt in enumerate(prompts(checkpoint.reference.config.vocab_size)):
+        request = EngineRequest(str(index), tuple(prompt), greedy(NUM_NEW, ignore_eos=True))
+        requests[index % num_busy].append(request)
+    arguments = (config, requests, major)
+    results = rank_pool.run(emulated_engine_worker, ep_size, *arguments, timeout_s=120)
+    assert len({result.num_steps for result in results}) == 1, "ranks must run the same steps"
+    check_rows(results[:num_busy], reference(CASE, fp8=True, dtype="bfloat16"), FP8)
+
+
+@pytest.mark.parametrize("ep_size", [2, 4])
+@pytest.mark.parametrize("mode", ["auto", "normal"])
+@pytest.mark.parametrize("exchange", ["deepep", "deepep_v2"])
+def test_all_libraries_on_hopper(rank_pool, exchange: str, mode: str, ep_size: int):
+    flags = {"moe_a2a_backend": exchange, "deepep_mode": mode}
+    check(rank_pool, ep_size=ep_size, attention_backend="flash_mla", **flags)
+
+
+@pytest.mark.parametrize("ep_size", [1, 2])
+def test_deep_gemm_behind_the_torch_exchange(rank_pool, ep_size: int):
+    exchange = "local" if ep_size == 1 else "collective"  # they give the rows their alignment
+    flags = {"moe_a2a_backend": exchange, "attention_backend": "flash_mla"}
+    check(rank_pool, ep_size=ep_size, **flags)
+
+
+@pytest.mark.parametrize("exchange", ["deepep", "deepep_v2"])
+def test_packed_scales_on_blackwell(rank_pool, exchange: str):
+    flags = {"moe_a2a_backend": exchange, "attention_backend": "torch"}
+    check(rank_pool, ep_size=2, major=10, **flags)
+
+
+def test_triton_kernels_in_their_interpreter(rank_pool):
+    checkpoint = tiny_checkpoint("v3-steady", dtype="bfloat16", fp8=True)
+    flags = {"moe_runner_backend": "triton", "attention_backend": "triton"}
+    results = run_as_is(rank_pool, config_for(checkpoint, ep_size=2, **flags), 160)
+    check_rows(results, reference("v3-steady", fp8=True, dtype="bfloat16"), FP8)
