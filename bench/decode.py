@@ -162,7 +162,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=256, help="tokens of each prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32], help="decode batches")
-    parser.add_argument("--prefill-batch", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--prefill-batch", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--steps", type=int, default=10, help="decode samples of each")
     parser.add_argument("--rounds", type=int, default=4, help="prefill samples of each")
     args = parser.parse_args(argv)
@@ -175,8 +175,7 @@ def main(argv: list[str] | None = None) -> None:
         make_checkpoint(directory)
         model = ModelConfig.from_path(directory)
         peer = Remote(Transformers, directory, args.threads)
-        most_tokens = max(args.batch + args.prefill_batch) * args.context
-        ours = Remote(Ours, directory, args.threads, most_tokens)
+        ours = Remote(Ours, directory, args.threads)
         error = check_parity(ours, peer, torch.arange(args.context))
         console.print(f"parity: first logits differ by at most {error:.2f} standard deviations")
         rows = compare(ours, peer, args, lambda batch: batch * ceiling / weight_bytes(model, batch))
