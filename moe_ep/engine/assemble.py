@@ -13,6 +13,7 @@ from eplb.placement import Placement
 from moe_ep.config import Choice, EngineConfig, ModelConfig, validate
 from moe_ep.dispatch import Dispatcher, create_dispatcher
 from moe_ep.engine.admission import AdmissionLimits
+from moe_ep.engine.host import use_huge_pages
 from moe_ep.engine.kv_blocks import BlockPool, blocks_needed
 from moe_ep.engine.runner import Runner
 from moe_ep.engine.sampler import Sampler
@@ -100,6 +101,7 @@ class _Assembler:
         attention = create_attention(self.config.attention_backend, spec)
         dispatcher = self._dispatcher()
         decoder, report = self._load(attention, dispatcher)
+        use_huge_pages()
         cache = self._cache()
         pool = BlockPool(cache.num_blocks)
         scheduler = self._scheduler(pool)
