@@ -63,10 +63,9 @@ class Transformers:
 class Ours:
     """One rank's engine, with its scheduler and sampler, stepped from here."""
 
-    def __init__(self, directory: Path, num_threads: int, max_tokens_per_step: int) -> None:
-        config = EngineConfig(
-            model=str(directory), num_kv_blocks=512, max_num_batched_tokens=max_tokens_per_step
-        )
+    def __init__(self, directory: Path, num_threads: int) -> None:
+        config = EngineConfig(model=str(directory), num_kv_blocks=512)
+        self._tokens_per_step = config.max_num_batched_tokens
         world = World(rank=0, num_ranks=1, store=None, timeout_s=60.0)
         self.engine = Engine.create(config, world, num_threads)
         self._running: list[str] = []
@@ -85,13 +84,16 @@ class Ours:
         self.engine.abort(self._running)
         self._running = []
 
+    def _prefill(self, prompts: torch.Tensor) -> float:
+        return sum(self.decode() for _ in range(0, prompts.numel(), self._tokens_per_step))
+
     def prefill(self, prompts: torch.Tensor) -> float:
         self._submit(prompts, 1)
-        return self.decode()
+        return self._prefill(prompts)
 
     def start(self, prompts: torch.Tensor) -> None:
         self._running = self._submit(prompts, MAX_TOKENS)
-        self.decode()
+        self._prefill(prompts)
 
     def decode(self) -> float:
         start = time.perf_counter()

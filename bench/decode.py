@@ -48,6 +48,7 @@ GEOMETRY: dict[str, Any] = {
     "eos_token_id": None,
     "pad_token_id": None,
 }
+CALLS_PER_TURN = 3
 # Largest error of the first logits, in standard deviations; what a flipped expert choice may do.
 PARITY_TOLERANCE = 1.5
 
@@ -105,10 +106,14 @@ def weight_bytes(model: ModelConfig, batch: int) -> float:
 def alternate(
     ours: Callable[[], float], peer: Callable[[], float], num_rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Samples of both in turns, after one warm-up of each."""
-    ours(), peer()
-    pairs = [(ours(), peer()) for _ in range(num_rounds)]
-    return [a for a, _ in pairs], [b for _, b in pairs]
+    """Samples of both in turns of a few calls, each turn less its first call: the caches and
+    threads that the other has pushed out come back in it."""
+    samples: tuple[list[float], list[float]] = ([], [])
+    for _ in range(num_rounds):
+        for call, kept in zip((ours, peer), samples, strict=True):
+            call()
+            kept += [call() for _ in range(CALLS_PER_TURN)]
+    return samples
 
 
 def check_parity(ours: Contestant, peer: Contestant, prompt: torch.Tensor) -> float:
@@ -162,9 +167,9 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--context", type=int, default=256, help="tokens of each prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32], help="decode batches")
-    parser.add_argument("--prefill-batch", type=int, nargs="+", default=[1, 4])
-    parser.add_argument("--steps", type=int, default=10, help="decode samples of each")
-    parser.add_argument("--rounds", type=int, default=4, help="prefill samples of each")
+    parser.add_argument("--prefill-batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--steps", type=int, default=5, help="decode turns of each")
+    parser.add_argument("--rounds", type=int, default=2, help="prefill turns of each")
     args = parser.parse_args(argv)
     console = Console()
     torch.set_num_threads(args.threads)
@@ -175,8 +180,7 @@ def main(argv: list[str] | None = None) -> None:
         make_checkpoint(directory)
         model = ModelConfig.from_path(directory)
         peer = Remote(Transformers, directory, args.threads)
-        most_tokens = max(args.batch + args.prefill_batch) * args.context
-        ours = Remote(Ours, directory, args.threads, most_tokens)
+        ours = Remote(Ours, directory, args.threads)
         error = check_parity(ours, peer, torch.arange(args.context))
         console.print(f"parity: first logits differ by at most {error:.2f} standard deviations")
         rows = compare(ours, peer, args, lambda batch: batch * ceiling / weight_bytes(model, batch))

@@ -120,10 +120,11 @@ class Exchange:
             for size in (mine // ranks).tolist()
         ]
         outputs = [torch.empty_like(sent) for sent, _ in buffers]
+        group = self.group  # through self it would be a cycle, and the group outlive the rank
 
         def exchange() -> None:
             for (sent, sizes), received in zip(buffers, outputs, strict=True):
-                dist.all_to_all_single(received, sent, sizes, sizes, group=self.group)
+                dist.all_to_all_single(received, sent, sizes, sizes, group=group)
 
         return exchange
 

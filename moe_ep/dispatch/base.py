@@ -22,10 +22,13 @@ T = TypeVar("T")
 
 
 class Mode(Enum):
-    """The two exchange modes of one step; all ranks use the same one."""
+    """The two exchange modes of one step; all ranks use the same one.
 
-    NORMAL = "normal"  # exact counts, contiguous layout: prefill and mixed steps
-    LOW_LATENCY = "low_latency"  # fixed capacity, masked layout: decode steps
+    Which layout comes back in a mode is the dispatcher's business.
+    """
+
+    NORMAL = "normal"  # exact counts: prefill and mixed steps; usually the contiguous layout
+    LOW_LATENCY = "low_latency"  # fixed capacity: decode steps; usually the masked layout
 
 
 @dataclass(frozen=True)

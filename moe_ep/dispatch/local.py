@@ -1,4 +1,7 @@
-"""One rank holds all slots: no communication, the same layouts and the same quantised payload.
+"""One rank holds all slots: no communication, the same quantised payload, and one layout.
+
+Both modes give the contiguous layout, since the counts are known here and rows without gaps spare
+the experts a gather and a scatter; the modes differ in their limits, as everywhere.
 
 Shape letters: T tokens, K choices per token, S slots, H hidden.
 """
@@ -50,8 +53,8 @@ class LocalDispatcher(Dispatcher):
             x=x, topk_slots=topk_slots, topk_weights=topk_weights, mode=mode, spec=spec
         )
         entries = Entries(choices.tokens, choices.slots, choices.weights)
-        places = place(entries, spec, mode)
-        buffer = LayoutBuffer(spec, mode, places, x.device)
+        places = place(entries, spec, Mode.NORMAL)
+        buffer = LayoutBuffer(spec, Mode.NORMAL, places, x.device)
         if len(entries.rows):
             rows, scales = encode_rows(x[: entries.rows[-1] + 1], spec.payload_dtype)
             buffer.fill(places.positions, rows, scales, entries.rows)

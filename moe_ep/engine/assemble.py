@@ -16,6 +16,7 @@ from moe_ep.dispatch import BACKENDS as DISPATCHERS
 from moe_ep.dispatch import Dispatcher, create_dispatcher
 from moe_ep.engine.admission import AdmissionLimits
 from moe_ep.engine.backends import resolve_backends, row_alignment
+from moe_ep.engine.host import use_huge_pages
 from moe_ep.engine.kv_blocks import BlockPool, blocks_needed
 from moe_ep.engine.runner import Runner
 from moe_ep.engine.sampler import Sampler
@@ -119,6 +120,7 @@ class _Assembler:
         attention = create_attention(self.config.attention_backend, spec, device=self.device)
         dispatcher = self._dispatcher()  # its buffers first: the cache gets what is left
         decoder, report = self._load(attention, dispatcher)
+        use_huge_pages()
         cache = self._cache()
         pool = BlockPool(cache.num_blocks)
         scheduler = self._scheduler(pool)

@@ -84,6 +84,7 @@ class World:
 
     def destroy(self) -> None:
         """Leave the group if this object made it; may be called twice."""
+        self.group = None  # a group that outlives the interpreter's shutdown aborts the process
         if self._owns_group:
             self._owns_group = False
             dist.destroy_process_group()
