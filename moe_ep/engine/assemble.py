@@ -120,7 +120,8 @@ class _Assembler:
         attention = create_attention(self.config.attention_backend, spec, device=self.device)
         dispatcher = self._dispatcher()  # its buffers first: the cache gets what is left
         decoder, report = self._load(attention, dispatcher)
-        use_huge_pages()
+        if self.device.type == "cpu":
+            use_huge_pages()
         cache = self._cache()
         pool = BlockPool(cache.num_blocks)
         scheduler = self._scheduler(pool)

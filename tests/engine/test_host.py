@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ep.engine.host import prepare_process, use_huge_pages
-from tests.ranks import RankInfo
+from tests.ranks import RankInfo, run_ranks
 
 
 def _huge_bytes() -> int:
@@ -25,12 +25,12 @@ def load_and_collapse(info: RankInfo) -> tuple[int, int, bool]:
     return before, _huge_bytes(), all(bool((w == i).all()) for i, w in enumerate(weights))
 
 
-def test_loaded_weights_move_into_huge_pages_unchanged(rank_pool):
+def test_loaded_weights_move_into_huge_pages_unchanged():
     offered = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     if not offered.exists() or "[never]" in offered.read_text():
         pytest.skip("this kernel offers no huge pages")
     if tuple(map(int, platform.release().split(".")[:2])) < (6, 1):
         pytest.skip("this kernel cannot collapse pages on demand")
-    ((before, after, is_unchanged),) = rank_pool.run(load_and_collapse, 1)
+    ((before, after, is_unchanged),) = run_ranks(load_and_collapse, 1)  # in a fresh heap
     assert is_unchanged
     assert after - before >= 32 * 2**20, (before, after)
