@@ -4,25 +4,18 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.base import AttentionBackend, AttentionBatch, AttentionPlan, AttentionSpec
+from attention.base import AttentionBatch, AttentionSpec
 from attention.torch_decode import DecodeWork, plan_decode, run_decode
-from attention.torch_prefill import Expansion, PrefillWork, plan_prefills, run_prefill
+from attention.torch_prefill import PrefillPlan, TorchPrefill, plan_prefills
 
 
 @dataclass(frozen=True)
-class TorchPlan(AttentionPlan):
+class TorchPlan(PrefillPlan):
     decode: DecodeWork | None
-    prefills: tuple[PrefillWork, ...]
 
 
-class TorchAttention(AttentionBackend):
+class TorchAttention(TorchPrefill):
     """Absorb and expand path over batched matrix products."""
-
-    def __init__(self, spec: AttentionSpec, *, device: torch.device | str = "cpu") -> None:
-        if reason := self.supports(spec):
-            raise ValueError(reason)
-        self.spec = spec
-        self.device = torch.device(device)
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -44,16 +37,3 @@ class TorchAttention(AttentionBackend):
     def decode(self, *, q: torch.Tensor, cache: torch.Tensor, plan: TorchPlan) -> torch.Tensor:
         assert plan.decode is not None, "this step has no decodes"
         return run_decode(q=q, cache=cache, work=plan.decode, spec=self.spec)
-
-    def prefill(
-        self,
-        *,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        cache: torch.Tensor,
-        w_uk: torch.Tensor,
-        w_uv: torch.Tensor,
-        plan: TorchPlan,
-    ) -> torch.Tensor:
-        expand = Expansion(w_uk, w_uv, self.spec)
-        return run_prefill(q=q, latent=latent, cache=cache, expand=expand, works=plan.prefills)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from attention.base import AttentionBatch, AttentionSpec
+from attention.base import AttentionBackend, AttentionBatch, AttentionPlan, AttentionSpec
 from attention.torch_ops import MASKED, CacheRows, softmax_lse
 
 KEY_ROWS = 1024
@@ -148,3 +148,33 @@ class _Tiles:
         part = _Sum(out.float(), lse[..., None])
         total = self.sums[idx]
         self.sums[idx] = part if total is None else total.merged(part)
+
+
+@dataclass(frozen=True)
+class PrefillPlan(AttentionPlan):
+    """The part of a plan that ``TorchPrefill`` runs."""
+
+    prefills: tuple[PrefillWork, ...]
+
+
+class TorchPrefill(AttentionBackend):
+    """What backends share whose prefill is this module: only their decode is their own."""
+
+    def __init__(self, spec: AttentionSpec, *, device: torch.device | str = "cpu") -> None:
+        if reason := self.supports(spec):
+            raise ValueError(reason)
+        self.spec = spec
+        self.device = torch.device(device)
+
+    def prefill(
+        self,
+        *,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        cache: torch.Tensor,
+        w_uk: torch.Tensor,
+        w_uv: torch.Tensor,
+        plan: PrefillPlan,
+    ) -> torch.Tensor:
+        expand = Expansion(w_uk, w_uv, self.spec)
+        return run_prefill(q=q, latent=latent, cache=cache, expand=expand, works=plan.prefills)

@@ -4,25 +4,18 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.base import AttentionBackend, AttentionBatch, AttentionPlan, AttentionSpec
+from attention.base import AttentionBatch, AttentionSpec
 from attention.decode_items import DecodeItems, plan_items
-from attention.torch_prefill import Expansion, PrefillWork, plan_prefills, run_prefill
+from attention.torch_prefill import PrefillPlan, TorchPrefill, plan_prefills
 
 
 @dataclass(frozen=True)
-class TritonPlan(AttentionPlan):
+class TritonPlan(PrefillPlan):
     decode: DecodeItems | None
-    prefills: tuple[PrefillWork, ...]
 
 
-class TritonAttention(AttentionBackend):
+class TritonAttention(TorchPrefill):
     """Any latent sizes; several query tokens per decode. See ``attention.triton_kernels``."""
-
-    def __init__(self, spec: AttentionSpec, *, device: torch.device | str = "cuda") -> None:
-        if reason := self.supports(spec):
-            raise ValueError(reason)
-        self.spec = spec
-        self.device = torch.device(device)
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -49,16 +42,3 @@ class TritonAttention(AttentionBackend):
 
         assert plan.decode is not None, "this step has no decodes"
         return decode(q, cache, plan.decode, self.spec)
-
-    def prefill(
-        self,
-        *,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        cache: torch.Tensor,
-        w_uk: torch.Tensor,
-        w_uv: torch.Tensor,
-        plan: TritonPlan,
-    ) -> torch.Tensor:
-        expand = Expansion(w_uk, w_uv, self.spec)
-        return run_prefill(q=q, latent=latent, cache=cache, expand=expand, works=plan.prefills)
