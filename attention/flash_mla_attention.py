@@ -9,19 +9,13 @@ Shape letters: D decode tokens, b requests of a call, s query tokens of each, N 
 """
 
 import importlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from attention.base import (
-    BLOCK_SIZE,
-    AttentionBackend,
-    AttentionBatch,
-    AttentionPlan,
-    AttentionSpec,
-)
-from attention.torch_attention import TorchAttention, TorchPlan
+from attention.base import BLOCK_SIZE, AttentionBatch, AttentionSpec
+from attention.torch_prefill import PrefillPlan, TorchPrefill, plan_prefills
 
 PAGE_SIZE = 64
 LATENT_DIM, KV_LORA_RANK = 576, 512
@@ -45,23 +39,16 @@ class _Call:
 
 
 @dataclass(frozen=True)
-class FlashMlaPlan(AttentionPlan):
-    """prefill: the plan of the step's prefill chunks alone."""
-
+class FlashMlaPlan(PrefillPlan):
     calls: tuple[_Call, ...]
-    prefill: TorchPlan
 
 
-class FlashMlaAttention(AttentionBackend):
+class FlashMlaAttention(TorchPrefill):
     """Absorb path: one call of FlashMLA per layer and number of new tokens. Expand path: torch."""
 
     def __init__(self, spec: AttentionSpec, *, device: torch.device | str = "cpu") -> None:
-        if reason := self.supports(spec):
-            raise ValueError(reason)
-        self.spec = spec
-        self.device = torch.device(device)
+        super().__init__(spec, device=device)
         self._library = importlib.import_module("flash_mla")
-        self._expand = TorchAttention(spec, device=device)
 
     @classmethod
     def supports(cls, spec: AttentionSpec) -> str | None:
@@ -80,20 +67,12 @@ class FlashMlaAttention(AttentionBackend):
         return _library_problem() or _device_problem()
 
     def plan(self, batch: AttentionBatch) -> FlashMlaPlan:
-        decodes = batch.num_decodes
-        prefills = replace(
-            batch,
-            num_decodes=0,
-            query_lens=batch.query_lens[decodes:],
-            context_lens=batch.context_lens[decodes:],
-            block_tables=batch.block_tables[decodes:],
-        )
-        num_queries = sorted(set(batch.query_lens[:decodes]))
+        num_queries = sorted(set(batch.query_lens[: batch.num_decodes]))
         return FlashMlaPlan(
             num_tokens=batch.num_tokens,
             num_decode_tokens=batch.num_decode_tokens,
             calls=tuple(self._plan_call(batch, count) for count in num_queries),
-            prefill=self._expand.plan(prefills),
+            prefills=tuple(plan_prefills(batch, self.device)),
         )
 
     def decode(self, *, q: torch.Tensor, cache: torch.Tensor, plan: FlashMlaPlan) -> torch.Tensor:
@@ -105,20 +84,6 @@ class FlashMlaAttention(AttentionBackend):
             assert call.token_rows is not None
             out[call.token_rows] = self._attend(q[call.token_rows], cache, call)
         return out
-
-    def prefill(
-        self,
-        *,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        cache: torch.Tensor,
-        w_uk: torch.Tensor,
-        w_uv: torch.Tensor,
-        plan: FlashMlaPlan,
-    ) -> torch.Tensor:
-        return self._expand.prefill(
-            q=q, latent=latent, cache=cache, w_uk=w_uk, w_uv=w_uv, plan=plan.prefill
-        )
 
     def _attend(self, q: torch.Tensor, cache: torch.Tensor, call: _Call) -> torch.Tensor:
         """q ``[b * s, N, 576]`` -> ``[b * s, N, 512]``."""
