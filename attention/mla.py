@@ -13,6 +13,7 @@ Projections are callables of the model; nothing here knows how weights are store
 """
 
 from collections.abc import Callable
+from enum import StrEnum
 from typing import Protocol
 
 import torch
@@ -28,6 +29,14 @@ class Rotation(Protocol):
     """What MLA needs of a rotary embedding: rotate ``[T, N, rope]``."""
 
     def apply(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
+
+
+class Part(StrEnum):
+    """The parts of one layer's attention, for whoever times them."""
+
+    PROJECTIONS = "attention projections"
+    CORE = "attention core"
+    OUTPUT = "attention output"
 
 
 class MLA:
@@ -75,10 +84,12 @@ class MLA:
         layer_idx: int,
         slot_mapping: torch.Tensor,
         plan: AttentionPlan,
+        enter: Callable[[Part], None],
     ) -> torch.Tensor:
         """x ``[T, H]`` -> ``[T, H]``; stores the new tokens' latents in the cache first.
 
         cos, sin: ``[T, rope / 2]``. slot_mapping: int64 ``[T]``, the token's place in the cache.
+        enter: called as each part begins.
         Rows past the plan's real tokens are padding: never read (they may hold NaN), zero in the
         result, and nothing is stored for them.
         """
@@ -87,6 +98,7 @@ class MLA:
             x, cos, sin, slot_mapping = (t[: plan.num_tokens] for t in (x, cos, sin, slot_mapping))
         if plan.num_tokens == 0:
             return x.new_zeros(num_padding, x.shape[1])
+        enter(Part.PROJECTIONS)
         spec = self.spec
         q, raw = self.qkv(x)
         q_rope = q[..., spec.qk_nope_head_dim :]
@@ -96,7 +108,9 @@ class MLA:
         q_rope.copy_(rotated[:, :-1])
         latent = torch.cat([self.kv_a_norm(compressed), rotated[:, -1]], dim=-1)  # [n, C + rope]
         cache.write(layer_idx, slot_mapping, latent)
+        enter(Part.CORE)
         heads = self._attend(q, latent, cache.layer(layer_idx), plan)
+        enter(Part.OUTPUT)
         out = self.o_proj(heads.flatten(1))
         return F.pad(out, (0, 0, 0, num_padding)) if num_padding else out
 

@@ -1,10 +1,9 @@
-"""One mixture-of-experts layer: gate, dispatch, experts, combine, plus the shared expert.
+"""One mixture-of-experts layer: router, dispatch, experts, combine, plus the shared expert.
 
 Written once, as a generator that yields after each start of communication; ``moe_ep.overlap``
 drives it. Knows neither the wire nor the kernels.
 
-Shape letters: T tokens on this rank, H hidden, K choices per token, E logical experts, S slots of
-this rank.
+Shape letters: T tokens on this rank, H hidden, S slots of this rank.
 """
 
 from collections.abc import Callable, Generator
@@ -13,71 +12,64 @@ import torch
 
 from moe_ep.dispatch.base import Dispatcher, Mode
 from moe_ep.experts.base import Experts
-from moe_ep.gate import Gate
-from moe_ep.progress import Progress
+from moe_ep.progress import Stage, Track
+from moe_ep.router import Router
 
 
 class MoELayer:
-    """slot_table: int64 ``[E]``, the slot to which this rank sends tokens of each expert
-    (``Placement.slot_table``); may be replaced between steps.
-
-    slot_tokens: int64 ``[S]``, tokens that each of this rank's slots has processed since the start.
+    """slot_tokens: int64 ``[S]``, tokens that each of this rank's slots has processed since the
+    start.
     """
 
     def __init__(
         self,
         *,
-        gate: Gate,
+        router: Router,
         dispatcher: Dispatcher,
         experts: Experts,
         shared_expert: Callable[[torch.Tensor], torch.Tensor] | None,
-        slot_table: torch.Tensor,
-        progress: Progress,
     ) -> None:
-        self.gate = gate
+        self.router = router
         self.dispatcher = dispatcher
         self.experts = experts
         self.shared_expert = shared_expert
-        self.slot_table = slot_table
-        self.progress = progress
         self.slot_tokens = torch.zeros(
-            dispatcher.spec.num_slots_per_rank, dtype=torch.int64, device=slot_table.device
+            dispatcher.spec.num_slots_per_rank,
+            dtype=torch.int64,
+            device=router.slot_table.device,
         )
 
     def forward(
-        self, x: torch.Tensor, num_tokens: int, mode: Mode
+        self, x: torch.Tensor, is_padding: torch.Tensor, mode: Mode, track: Track
     ) -> Generator[None, None, torch.Tensor]:
         """Return ``[T, H]`` in the dispatcher's out dtype; yields twice. Collective.
 
-        x: ``[T, H]``. Rows from ``num_tokens`` on are padding: they go to no expert, may hold NaN,
-        and are unspecified in the result.
+        x: ``[T, H]``. is_padding: bool ``[T]``; such rows go to no expert, may hold NaN, and are
+        unspecified in the result.
         """
-        layer = self.progress.layer  # another micro-batch may move it while this one waits
-        self.progress.stage = "dispatch"
-        topk_slots, topk_weights = self._route(x, num_tokens)
+        track.enter(Stage.GATE)
+        topk_slots, topk_weights = self.router(x, is_padding)
+        track.enter(Stage.DISPATCH_SEND)
         to_experts = self.dispatcher.dispatch(
             x=x, topk_slots=topk_slots, topk_weights=topk_weights, mode=mode
         )
         yield
-        shared = None if self.shared_expert is None else self.shared_expert(x)
-        self._stand_at(layer, "wait for dispatch")
+        shared = self._shared(x, track)
+        track.enter(Stage.DISPATCH_WAIT)
         dispatched = to_experts.wait()
-        self._stand_at(layer, "experts")
+        track.enter(Stage.EXPERTS)
         self.slot_tokens += dispatched.layout.counts
         y = self.experts(dispatched)
-        self._stand_at(layer, "combine")
+        track.enter(Stage.COMBINE_SEND)
         to_source = self.dispatcher.combine(y=y, dispatched=dispatched)
         yield
-        self._stand_at(layer, "wait for combine")
+        track.enter(Stage.COMBINE_WAIT)
         out = to_source.wait()
+        track.enter(Stage.NORMS)
         return out if shared is None else out + shared
 
-    def _route(self, x: torch.Tensor, num_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Physical slots ``[T, K]``, -1 for padding rows, and their weights."""
-        topk_idx, topk_weights = self.gate(x)
-        topk_slots = self.slot_table.take(topk_idx)
-        topk_slots[num_tokens:] = -1
-        return topk_slots, topk_weights
-
-    def _stand_at(self, layer: int | None, stage: str) -> None:
-        self.progress.layer, self.progress.stage = layer, stage
+    def _shared(self, x: torch.Tensor, track: Track) -> torch.Tensor | None:
+        if self.shared_expert is None:
+            return None
+        track.enter(Stage.SHARED_EXPERT)
+        return self.shared_expert(x)

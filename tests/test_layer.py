@@ -6,13 +6,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from attention.mla import Part
 from eplb import Placement
 from moe_ep import overlap
 from moe_ep.dispatch import DispatchSpec, Mode, create_dispatcher
 from moe_ep.experts import ExpertSpec, ExpertWeights, create_experts
 from moe_ep.gate import Gate
 from moe_ep.layer import MoELayer
-from moe_ep.progress import Progress
+from moe_ep.progress import Progress, Stage, Track
+from moe_ep.router import Router
 from tests.compare import assert_bits_equal, assert_rows_close
 from tests.ranks import RankInfo, RankPool
 
@@ -89,13 +91,16 @@ def _make_layer(placement: Placement, rank: int, group) -> MoELayer:
         routed_scaling_factor=2.5,
     )
     return MoELayer(
-        gate=gate,
+        router=Router(gate, placement.slot_table(rank)[0]),
         dispatcher=create_dispatcher("auto", spec, group),
         experts=experts,
         shared_expert=weights.shared_expert,
-        slot_table=placement.slot_table(rank)[0],
-        progress=Progress(layer=7),
     )
+
+
+def _forward(layer: MoELayer, x: torch.Tensor, num_tokens: int, mode: Mode, track=None):
+    is_padding = torch.arange(len(x)) >= num_tokens
+    return layer.forward(x, is_padding, mode, track or Track(Progress()))
 
 
 def _run_layer(
@@ -104,7 +109,7 @@ def _run_layer(
     layer = _make_layer(placement, info.rank, info.group)
     own = num_tokens[info.rank]
     outs = {
-        mode: overlap.run([layer.forward(_tokens(info.rank, own), own, mode)])[0][:own]
+        mode: overlap.run([_forward(layer, _tokens(info.rank, own), own, mode)])[0][:own]
         for mode in Mode
     }
     return outs, layer.slot_tokens.tolist()
@@ -180,7 +185,7 @@ def _run_halves(info: RankInfo, placement: Placement) -> list[list[torch.Tensor]
 
     def forwards():
         pairs = zip(halves, counts, strict=True)
-        return [layer.forward(x, n, Mode.LOW_LATENCY) for x, n in pairs]
+        return [_forward(layer, x, n, Mode.LOW_LATENCY) for x, n in pairs]
 
     alone = [overlap.run([forward])[0] for forward in forwards()]
     in_turns = overlap.run(forwards())
@@ -195,20 +200,35 @@ def test_two_micro_batches_in_turns_give_the_same_bits(rank_pool: RankPool):
 
 def test_progress_tells_where_the_layer_stands():
     layer = _make_layer(PLACEMENTS["one rank"], 0, None)
-    forward = layer.forward(_tokens(0, 3), 3, Mode.NORMAL)
-    stages = []
-    for _ in forward:
-        stages.append(layer.progress.stage)
-        layer.progress.layer = 99  # another micro-batch is elsewhere
-    assert stages == ["dispatch", "combine"]
-    assert layer.progress == Progress(layer=7, stage="wait for combine")
-    assert layer.progress.describe() == "step 0, layer 7, stage wait for combine, 0 tokens"
+    heard = []
+    progress = Progress(listener=lambda now: heard.append((now.layer, now.stage)))
+    track = Track(progress)
+    track.layer = 7
+    for _ in _forward(layer, _tokens(0, 3), 3, Mode.NORMAL, track):
+        progress.enter(Stage.HEAD, layer=99)  # another micro-batch is elsewhere
+    assert heard == [
+        (7, Stage.GATE),
+        (7, Stage.DISPATCH_SEND),
+        (99, Stage.HEAD),
+        (7, Stage.SHARED_EXPERT),
+        (7, Stage.DISPATCH_WAIT),
+        (7, Stage.EXPERTS),
+        (7, Stage.COMBINE_SEND),
+        (99, Stage.HEAD),
+        (7, Stage.COMBINE_WAIT),
+        (7, Stage.NORMS),
+    ]
+    assert progress.describe() == "step 0, layer 7, stage norms and glue, 0 tokens"
 
 
 def test_without_a_shared_expert_only_the_routed_part_remains():
     layer = _make_layer(PLACEMENTS["one rank"], 0, None)
     x = _tokens(0, 5, 0)
-    with_shared = overlap.run([layer.forward(x, 5, Mode.NORMAL)])[0]
+    with_shared = overlap.run([_forward(layer, x, 5, Mode.NORMAL)])[0]
     layer.shared_expert = None
-    routed = overlap.run([layer.forward(x, 5, Mode.NORMAL)])[0]
+    routed = overlap.run([_forward(layer, x, 5, Mode.NORMAL)])[0]
     assert_rows_close(routed + _weights().shared_expert(x), with_shared)
+
+
+def test_the_parts_of_attention_are_stages_of_the_step():
+    assert set(Part) <= set(Stage)

@@ -18,6 +18,7 @@ LAYERS = [
     ("moe_ep.kernels",),
     ("moe_ep.deep_gemm_library", "moe_ep.linear_fp8"),
     ("moe_ep.experts",),
+    ("moe_ep.router",),
     ("moe_ep.layer", "moe_ep.overlap"),
     ("moe_ep.model",),
     ("moe_ep.engine",),

@@ -106,7 +106,7 @@ class _Assembler:
         self.dtype = DTYPES[config.dtype]
         self.device = world.device
         self.expert_spec = expert_spec(config, model, world.device)
-        self.progress = Progress(stage="loading")
+        self.progress = Progress()
         self.rules = step_rules(config)
         self.placement = Placement.trivial(
             num_layers=model.num_moe_layers,
@@ -209,7 +209,7 @@ class _Assembler:
         memory that is available once buffers are made and weights are loaded."""
         config = self.config
         most_useful = config.max_num_seqs * blocks_needed(self._max_model_len, BLOCK_SIZE)
-        fitting = self._bytes_for_cache() // bytes_per_block
+        fitting = self._bytes_for_cache() // bytes_per_block - 1  # one more is for padding
         if fitting < 1:
             raise MemoryError(
                 f"gpu_memory_utilization: {config.gpu_memory_utilization} given, which leaves no"

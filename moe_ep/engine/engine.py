@@ -7,7 +7,7 @@ All ranks run the same loop in lock step. The loop has one owner thread; ``submi
 import logging
 import queue
 import threading
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 
@@ -18,7 +18,7 @@ from moe_ep.engine.host import prepare_process
 from moe_ep.engine.request import EngineRequest, FinishReason, StepOutput
 from moe_ep.engine.step_shape import StepKind, StepShape, Vote, derive
 from moe_ep.engine.world import World
-from moe_ep.progress import Progress
+from moe_ep.progress import Progress, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Engine:
         pool = self._parts.pool
         return RankStatus(
             rank=self._world.rank,
-            progress=Progress(**asdict(self._progress)),
+            progress=self._progress.snapshot(),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting + self._inbox.qsize(),
             kv_tokens=scheduler.kv_tokens,
@@ -127,6 +127,7 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> bool:
         """One agreed step, or one sleep when all ranks are idle. False once they stop."""
+        self._progress.enter(Stage.SCHEDULING)
         self._drain_inbox()
         batch = self._scheduler.schedule()
         shape = self._agree(batch)
@@ -134,16 +135,17 @@ class Engine:
             return False
         if shape.kind is StepKind.IDLE:
             self._scheduler.check_integrity()
-            self._progress.stage = "asleep"
+            self._progress.enter(Stage.ASLEEP)
             self._parts.sync.sleep(self._has_news)
             return True
         sampled = self._parts.runner.run(batch, shape)
+        self._progress.enter(Stage.OUTPUTS)
         self._emit(self._scheduler.update(batch, sampled))
         self._progress.step += 1
         return True
 
     def _agree(self, batch: ScheduledBatch) -> StepShape:
-        self._progress.stage = "step shape"
+        self._progress.enter(Stage.STEP_SHAPE)
         self._progress.num_tokens = batch.num_tokens
         vote = Vote(
             step=self._progress.step,

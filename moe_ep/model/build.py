@@ -26,6 +26,7 @@ from moe_ep.model.loader import WeightSource
 from moe_ep.model.norm import RMSNorm
 from moe_ep.model.rope import RotaryEmbedding
 from moe_ep.progress import Progress
+from moe_ep.router import Router
 
 logger = logging.getLogger(__name__)
 
@@ -202,14 +203,12 @@ class _Builder:
         for slot, expert in enumerate(parts.placement.local_experts(moe_index, parts.rank)):
             experts.load_slot(slot, self._expert(index, expert))
         return MoELayer(
-            gate=self._gate(prefix + "gate."),
+            router=Router(self._gate(prefix + "gate."), self.slot_table[moe_index]),
             dispatcher=parts.dispatcher,
             experts=experts,
             shared_expert=self._mlp(prefix + "shared_experts.")
             if model.num_shared_experts
             else None,
-            slot_table=self.slot_table[moe_index],
-            progress=parts.progress,
         )
 
     def _expert(self, layer: int, expert: int) -> ExpertWeights:

@@ -20,7 +20,7 @@ from moe_ep.layer import MoELayer
 from moe_ep.linear import Linear
 from moe_ep.model.norm import RMSNorm
 from moe_ep.model.rope import RotaryEmbedding
-from moe_ep.progress import Progress
+from moe_ep.progress import Progress, Stage, Track
 
 
 @dataclass(frozen=True)
@@ -28,16 +28,19 @@ class StepInput:
     """One micro-batch of one step.
 
     token_ids, positions, slot_mapping: int64 ``[T]``; slot_mapping is the token's place in the
-    cache (block * 64 + offset), -1 for padding. Only the first ``num_tokens`` rows are real.
-    attention_plan: made by the attention backend for these tokens.
+    cache (block * 64 + offset), -1 for padding. num_tokens: int32 ``[1]``: so many rows are real,
+    the others padding. All on the device, so that a captured step can be given other tokens.
+    attention_plan: made by the attention backend for these tokens. micro_batch: which of the step's
+    one or two this is.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     slot_mapping: torch.Tensor
+    num_tokens: torch.Tensor
     attention_plan: Any
-    num_tokens: int
     mode: Mode
+    micro_batch: int = 0
 
 
 class DenseMLP:
@@ -65,15 +68,24 @@ class DecoderLayer:
     def forward(
         self,
         x: torch.Tensor,
-        step: StepInput,
+        *,
         attend: Callable[[MLA, torch.Tensor], torch.Tensor],
+        is_padding: torch.Tensor,
+        mode: Mode,
+        track: Track,
     ) -> Generator[None, None, torch.Tensor]:
-        x = x + attend(self.attention, self.input_norm(x))
+        track.enter(Stage.NORMS)
+        normed = self.input_norm(x)
+        attended = attend(self.attention, normed)
+        track.enter(Stage.NORMS)
+        x = x + attended
         normed = self.post_attention_norm(x)
         if isinstance(self.mlp, MoELayer):
-            out = yield from self.mlp.forward(normed, step.num_tokens, step.mode)
+            out = yield from self.mlp.forward(normed, is_padding, mode, track)
         else:
+            track.enter(Stage.DENSE_MLP)
             out = self.mlp(normed)
+            track.enter(Stage.NORMS)
         return x + out
 
 
@@ -103,10 +115,13 @@ class Decoder:
 
     def forward(self, step: StepInput, cache: LatentCache) -> Generator[None, None, torch.Tensor]:
         """Return the last hidden states ``[T, H]``; padding rows are unspecified."""
+        track = Track(self.progress, step.micro_batch)
+        track.enter(Stage.EMBEDDING)
         x = F.embedding(step.token_ids, self.embedding)
         cos, sin = self.rope.cos_sin(step.positions)
+        is_padding = torch.arange(len(x), device=x.device) >= step.num_tokens
         for index, layer in enumerate(self.layers):
-            self.progress.layer, self.progress.stage = index, "attention"
+            track.layer = index
 
             def attend(mla: MLA, normed: torch.Tensor, index: int = index) -> torch.Tensor:
                 return mla.forward(
@@ -117,9 +132,12 @@ class Decoder:
                     layer_idx=index,
                     slot_mapping=step.slot_mapping,
                     plan=step.attention_plan,
+                    enter=lambda part: track.enter(Stage(part)),
                 )
 
-            x = yield from layer.forward(x, step, attend)
+            x = yield from layer.forward(
+                x, attend=attend, is_padding=is_padding, mode=step.mode, track=track
+            )
         return x
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
 from attention import MLA, AttentionBatch, AttentionSpec, LatentCache, create_attention
+from attention.mla import Part
 from moe_ep.config import ModelConfig
 from moe_ep.model.norm import RMSNorm
 from moe_ep.model.rope import RotaryEmbedding
@@ -72,6 +73,7 @@ class Layer:
         self.free_blocks = torch.randperm(NUM_BLOCKS).tolist()
         self.tables: dict[int, list[int]] = {}
         self.lens: dict[int, int] = {}
+        self.parts: list[Part] = []  # of attention, as they began
 
     @torch.no_grad()
     def expected(self, x: torch.Tensor) -> torch.Tensor:
@@ -109,6 +111,7 @@ class Layer:
             layer_idx=1,
             slot_mapping=torch.tensor(slots + [-1] * step.num_padding).long(),
             plan=self.mla.backend.plan(replace(batch, num_padded_tokens=len(x))),
+            enter=self.parts.append,
         )
 
 
@@ -171,6 +174,7 @@ def test_pieces_equal_transformers(q_lora_rank: int | None, interleave: bool, ya
         assert_bits_equal(padding, torch.zeros(step.num_padding, 64))
         for (request, _), piece in zip(step.parts, pieces, strict=True):
             got[request].append(piece)
+    assert layer.parts == [Part.PROJECTIONS, Part.CORE, Part.OUTPUT] * len(steps)
     for request, sequence in sequences.items():
         want = layer.expected(sequence)
         assert_rows_close(torch.cat(got[request]), want, rtol=1e-5, atol=1e-5)

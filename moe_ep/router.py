@@ -1,0 +1,30 @@
+"""From hidden states to the slots that will serve them: the gate, then the placement.
+
+Shape letters: T tokens on this rank, H hidden, K choices per token, E logical experts.
+"""
+
+import torch
+
+from moe_ep.gate import Gate
+
+
+class Router:
+    """slot_table: int64 ``[E]``, the slot to which this rank sends tokens of each expert
+    (``Placement.slot_table``); may be replaced between steps.
+    """
+
+    def __init__(self, gate: Gate, slot_table: torch.Tensor) -> None:
+        self.gate = gate
+        self.slot_table = slot_table
+
+    def __call__(
+        self, x: torch.Tensor, is_padding: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Route ``x [T, H]`` to topk_slots int64 and topk_weights float32, ``[T, K]``.
+
+        is_padding: bool ``[T]``, on the device, so that a captured step serves any number of
+        tokens. Padding rows may hold NaN; their slots are -1 and their weights unspecified.
+        """
+        topk_idx, topk_weights = self.gate(x)
+        topk_slots = self.slot_table.take(topk_idx)
+        return topk_slots.masked_fill_(is_padding.unsqueeze(1), -1), topk_weights
