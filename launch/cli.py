@@ -16,6 +16,7 @@ from launch.benchmarks import BENCHMARKS
 from launch.failure import EngineDeadError
 from launch.flags import add_flags, add_sampling_flags
 from launch.launch_config import ClusterConfig, ServerConfig
+from launch.plan.flags import add_plan_flags
 from launch.ray_cluster import ClusterError
 from moe_ep.config import ConfigError, EngineConfig
 
@@ -52,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="moe-ep", description="Expert-parallel inference for MLA mixture-of-experts models."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_demo, _generate, _serve, _run_batch, _check, _bench):
+    for add in (_demo, _generate, _serve, _run_batch, _check, _plan, _bench):
         add(commands)
     return parser
 
@@ -112,6 +113,11 @@ def _check(commands: Any) -> None:
     help = "Say everything that stops this configuration, with the fix, and what would run."
     parser = _command(commands, "check", "launch.check", help)
     add_flags(parser, EngineConfig)
+
+
+def _plan(commands: Any) -> None:
+    help = "Say what will fit and how fast a step will be, before anyone rents a GPU."
+    add_plan_flags(_command(commands, "plan", "launch.plan.run", help))
 
 
 def _bench(commands: Any) -> None:

@@ -1,0 +1,8 @@
+"""``moe-ep plan``: what fits and how fast a step will be, from a model's config and a card's data.
+
+- ``cards``: data sheets. ``kernels``: the time of one kernel from bytes and operations.
+- ``exchange``: the time of an all-to-all. ``step``: stages of a layer, overlap, a whole step.
+- ``memory``: what a rank's memory holds. ``advice``: a search over all of that.
+- ``published``: measurements of others. ``fit`` and ``validate``: what was learnt from them, and
+  how far that is off where it was not learnt.
+"""

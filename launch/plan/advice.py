@@ -1,0 +1,203 @@
+"""How to use a number of GPUs under goals: EP sizes, batches, and shares of prefill and decode.
+
+Prefill and decode are planned as engines of their own. Every candidate is a full plan; what does
+not fit, is refused or misses its goal drops out, and is counted by reason.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+
+from launch.plan.plan import Plan, make_plan
+from launch.plan.question import Question, read_model
+from moe_ep.config import ConfigError, EngineConfig, Problem
+from moe_ep.config.exchange import LOW_LATENCY_MAX_TOKENS, V1_CHUNKS
+
+DECODE_BATCHES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 504)
+PREFILL_TOKENS = (4096, 8192, 16384, 32768)
+REDUNDANT = (0, 16, 32, 64)
+SHOWN = 5
+
+
+@dataclass(frozen=True)
+class Goal:
+    """Of every request: time per output token and to the first token, and its lengths."""
+
+    gpus: int
+    slo_tpot_ms: float
+    slo_ttft_ms: float
+    input_len: int
+    output_len: int
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to use the GPUs. requests_per_s: of all of them. limited_by: what keeps it from more.
+    spare: GPUs that it leaves unused."""
+
+    prefill: Plan
+    decode: Plan
+    num_prefill: int
+    num_decode: int
+    requests_per_s: float
+    limited_by: str
+    spare: int
+
+
+@dataclass(frozen=True)
+class Advice:
+    options: tuple[Option, ...]
+    num_candidates: int
+    dropped: dict[str, int]
+
+
+def advise(question: Question, goal: Goal) -> Advice:
+    """The best few ways; raises ConfigError when the goal makes no sense."""
+    _check(goal)
+    dropped: Counter[str] = Counter()
+    candidates = [*_decodes(question, goal), *_prefills(question, goal)]
+    plans = [plan for one in candidates if (plan := _tried(one, goal, dropped)) is not None]
+    best = _best_of_size(plans)
+    options = [
+        option
+        for (phase, _), prefill in best.items()
+        if phase == "prefill"
+        for (other, _), decode in best.items()
+        if other == "decode" and (option := _shared(prefill, decode, goal)) is not None
+    ]
+    options.sort(key=lambda option: -option.requests_per_s)
+    return Advice(tuple(options[:SHOWN]), len(candidates), dict(dropped))
+
+
+def _check(goal: Goal) -> None:
+    wrong = [
+        Problem(name, value, "above 0", f"Change --{name.replace('_', '-')}.")
+        for name, value in vars(goal).items()
+        if value <= 0
+    ]
+    if wrong:
+        raise ConfigError(wrong)
+
+
+def _sizes(question: Question, goal: Goal) -> Iterator[tuple[int, int]]:
+    """EP sizes with kernels, and redundant experts that leave every rank the same slots."""
+    num_experts = read_model(question.model).num_experts
+    for ep in V1_CHUNKS:
+        if ep <= goal.gpus:
+            yield from ((ep, extra) for extra in REDUNDANT if (num_experts + extra) % ep == 0)
+
+
+def _decodes(question: Question, goal: Goal) -> Iterator[Question]:
+    # On average a request is half way through its output.
+    context = goal.input_len + goal.output_len // 2
+    for ep, extra in _sizes(question, goal):
+        for batch in DECODE_BATCHES:
+            if batch * (1 + question.mtp_tokens) <= LOW_LATENCY_MAX_TOKENS:
+                yield from _with_overlap(question, "decode", ep, extra, batch, context)
+
+
+def _prefills(question: Question, goal: Goal) -> Iterator[Question]:
+    for ep, extra in _sizes(question, goal):
+        for batch in sorted({max(1, tokens // goal.input_len) for tokens in PREFILL_TOKENS}):
+            yield from _with_overlap(question, "prefill", ep, extra, batch, goal.input_len)
+
+
+def _with_overlap(
+    question: Question, phase: str, ep: int, extra: int, batch: int, context: int
+) -> Iterator[Question]:
+    for overlap in (False, True):
+        yield replace(
+            question,
+            phase=phase,
+            ep_size=ep,
+            ep_num_redundant_experts=extra,
+            batch=batch,
+            context=context,
+            enable_two_batch_overlap=overlap,
+        )
+
+
+def _tried(question: Question, goal: Goal, dropped: Counter[str]) -> Plan | None:
+    try:
+        plan = make_plan(question)
+    except ConfigError as error:
+        dropped[f"refused ({', '.join(sorted({p.field for p in error.problems}))})"] += 1
+        return None
+    if not plan.fits:
+        dropped["does not fit into memory"] += 1
+    elif plan.tpot_ms and plan.tpot_ms.value > goal.slo_tpot_ms:
+        dropped["misses the time per output token"] += 1
+    elif plan.ttft_ms and plan.ttft_ms.value > goal.slo_ttft_ms:
+        dropped["misses the time to the first token"] += 1
+    else:
+        return plan
+    return None
+
+
+def _best_of_size(plans: list[Plan]) -> dict[tuple[str, int], Plan]:
+    """By phase and EP size, the plan with the most tokens per second."""
+    best: dict[tuple[str, int], Plan] = {}
+    for plan in plans:
+        question = plan.setting.question
+        key = (question.phase, question.ep_size)
+        if key not in best or _rate(plan) > _rate(best[key]):
+            best[key] = plan
+    return best
+
+
+def _rate(plan: Plan) -> float:
+    return plan.tokens_per_s_per_gpu.value
+
+
+def _shared(prefill: Plan, decode: Plan, goal: Goal) -> Option | None:
+    """As many engines of each as serve most requests together."""
+    sizes = [plan.setting.question.ep_size for plan in (prefill, decode)]
+    per_engine = (
+        _rate(prefill) * sizes[0] / goal.input_len,
+        _rate(decode) * sizes[1] / goal.output_len,
+    )
+    best: Option | None = None
+    for num_prefill in range(1, (goal.gpus - sizes[1]) // sizes[0] + 1):
+        num_decode = (goal.gpus - num_prefill * sizes[0]) // sizes[1]
+        ways = (num_prefill * per_engine[0], num_decode * per_engine[1])
+        if best is None or min(ways) > best.requests_per_s:
+            best = Option(
+                prefill=prefill,
+                decode=decode,
+                num_prefill=num_prefill,
+                num_decode=num_decode,
+                requests_per_s=min(ways),
+                limited_by=_limit(ways, prefill, decode, goal),
+                spare=goal.gpus - num_prefill * sizes[0] - num_decode * sizes[1],
+            )
+    return best
+
+
+def _limit(ways: tuple[float, float], prefill: Plan, decode: Plan, goal: Goal) -> str:
+    slower, name = (prefill, "prefill") if ways[0] <= ways[1] else (decode, "decode")
+    limit = goal.slo_ttft_ms if name == "prefill" else goal.slo_tpot_ms
+    estimate = slower.ttft_ms or slower.tpot_ms
+    assert estimate is not None
+    if estimate.value > 0.8 * limit:
+        return f"{name}: its time goal"
+    if slower.cache_tokens_needed > 0.7 * slower.memory.cache_tokens:
+        return f"{name}: cache memory"
+    return f"{name}: {slower.bound}"
+
+
+def launch_command(plan: Plan) -> str:
+    """What starts the engine of a plan. Options that this engine does not have yet are left out."""
+    question = plan.setting.question
+    parts = [
+        "moe-ep serve",
+        f"--model {question.model}",
+        f"--ep-size {question.ep_size}",
+        f"--ep-num-redundant-experts {question.ep_num_redundant_experts}",
+        f"--moe-a2a-backend {question.backend}",
+        f"--max-num-seqs {question.batch}",
+        f"--max-num-batched-tokens {question.max_num_batched_tokens}",
+    ]
+    known = {field.name for field in fields(EngineConfig)}
+    if question.enable_two_batch_overlap and "enable_two_batch_overlap" in known:
+        parts.append("--enable-two-batch-overlap")
+    return " ".join(parts)

@@ -1,0 +1,70 @@
+"""The flags of ``moe-ep plan``. Imports only what argument parsing needs."""
+
+import argparse
+from pathlib import Path
+
+
+def add_plan_flags(parser: argparse.ArgumentParser) -> None:
+    """Names that are the engine's own mean the same here."""
+    _add_cluster(parser.add_argument_group("cluster"))
+    _add_load(parser.add_argument_group("load"))
+    _add_goal(parser.add_argument_group("advice (with --gpus)"))
+    output = parser.add_argument_group("output")
+    output.add_argument("--json", action="store_true", help="Print JSON (plan.schema.json).")
+    output.add_argument(
+        "--topology", action="store_true", help="Also print the place of each rank."
+    )
+    output.add_argument(
+        "--validate", action="store_true",
+        help="Instead, hold the model against published measurements, each source left out.",
+    )  # fmt: skip
+    output.add_argument(
+        "--plot", type=Path, metavar="FILE.svg", help="With --validate: predicted over published."
+    )
+
+
+def _add_cluster(group: argparse._ActionsContainer) -> None:
+    group.add_argument(
+        "--model", default="deepseek-v3", help="Built-in geometry, config.json or its directory."
+    )
+    group.add_argument("--gpu", default="h800", help="Card, as in data/cards.json.")
+    group.add_argument("--fabric", help="Links between nodes; the card's usual one by default.")
+    group.add_argument("--ep-size", type=int, default=8, metavar="N", help="Ranks (total).")
+    group.add_argument("--attn-dp-size", type=int, metavar="N", help="The EP size (total).")
+    group.add_argument("--ep-num-redundant-experts", type=int, default=0, metavar="N")
+    group.add_argument("--moe-a2a-backend", default="deepep", help="deepep or deepep_v2.")
+    group.add_argument("--kv-cache-dtype", default="bfloat16", help="bfloat16 or fp8.")
+    group.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="X")
+
+
+def _add_load(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--phase", default="decode", help="decode or prefill.")
+    group.add_argument(
+        "--batch", type=int, default=64, metavar="N",
+        help="Requests in a step (per rank); in prefill, whole prompts.",
+    )  # fmt: skip
+    group.add_argument(
+        "--context", type=int, default=4096, metavar="N",
+        help="Cached tokens of a request; in prefill, tokens of a prompt.",
+    )  # fmt: skip
+    group.add_argument("--enable-two-batch-overlap", action="store_true")
+    group.add_argument(
+        "--imbalance", type=float, metavar="X",
+        help="Rows of the busiest rank over the mean; published values by default.",
+    )  # fmt: skip
+    group.add_argument(
+        "--expert-load", type=Path, metavar="FILE", help="JSON: tokens per slot of every MoE layer."
+    )
+    group.add_argument("--mtp-tokens", type=int, default=0, metavar="N", help="Drafted per step.")
+    group.add_argument(
+        "--mtp-acceptance", type=float, default=0.85, metavar="X",
+        help="Chance of each draft; DeepSeek-V3's report has 0.85 to 0.9 for the first.",
+    )  # fmt: skip
+
+
+def _add_goal(group: argparse._ActionsContainer) -> None:
+    group.add_argument("--gpus", type=int, metavar="N", help="Search how to use so many (total).")
+    group.add_argument("--slo-tpot-ms", type=float, default=50.0, metavar="X")
+    group.add_argument("--slo-ttft-ms", type=float, default=5000.0, metavar="X")
+    group.add_argument("--input-len", type=int, default=4096, metavar="N")
+    group.add_argument("--output-len", type=int, default=1024, metavar="N")

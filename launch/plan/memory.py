@@ -1,0 +1,141 @@
+"""What one rank's memory holds: exact where it is arithmetic, else an estimate that says so."""
+
+from dataclasses import dataclass, fields
+
+from launch.plan.layer import Batch, Deployment
+from moe_ep.config.exchange import (
+    MASKED_ROW_ALIGNMENT,
+    align,
+    v1_buffer_bytes,
+    v1_rounded_capacity,
+    v2_buffer_bytes,
+)
+from moe_ep.engine.memory import (
+    CACHE_BLOCK,
+    FP8_BLOCK,
+    WeightStorage,
+    cache_bytes_per_token,
+    weight_bytes,
+)
+
+# CUDA context, loaded kernels of torch and the libraries, NCCL's own buffers. An assumption, on the
+# high side of what processes on these cards show before they load a model.
+RUNTIME_BYTES = 3 << 30
+# What torch's allocator holds beyond what is in use; an assumption.
+FRAGMENTATION = 1.1
+
+
+@dataclass(frozen=True)
+class ExchangeSizes:
+    """Sizes of an exchange, as ``moe_ep.config.exchange`` reads them."""
+
+    hidden: int
+    num_topk: int
+    num_ranks: int
+    num_slots_per_rank: int
+    max_tokens_per_rank: int
+    capacity: int
+    row_alignment: int
+
+
+@dataclass(frozen=True)
+class MemoryPart:
+    """is_exact: counted byte by byte as the engine allocates, not estimated."""
+
+    name: str
+    bytes: int
+    is_exact: bool
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """total_bytes: of the card. parts: everything but the cache. cache_tokens: that fit next to the
+    parts into the share of the card that may be used. headroom_bytes: of that share, without cache;
+    negative when not even the parts fit."""
+
+    total_bytes: int
+    usable_bytes: int
+    parts: tuple[MemoryPart, ...]
+    cache_bytes_per_token: int
+    cache_tokens: int
+    headroom_bytes: int
+
+
+def exchange_sizes(d: Deployment, *, capacity: int, max_tokens: int) -> ExchangeSizes:
+    return ExchangeSizes(
+        hidden=d.model.hidden_size,
+        num_topk=d.model.num_experts_per_tok,
+        num_ranks=d.ep_size,
+        num_slots_per_rank=d.num_slots,
+        max_tokens_per_rank=max_tokens,
+        capacity=capacity,
+        row_alignment=MASKED_ROW_ALIGNMENT if d.card.family == "hopper" else 2 * FP8_BLOCK,
+    )
+
+
+def weight_storage(d: Deployment) -> WeightStorage:
+    """As the engine keeps weights with DeepGEMM."""
+    is_fp8 = d.weights == "fp8"
+    return WeightStorage(
+        dtype="bfloat16",
+        keeps_fp8=is_fp8,
+        expert_dtype="fp8" if is_fp8 else "bfloat16",
+        packs_scales=d.card.family == "blackwell",
+    )
+
+
+def rank_memory(
+    d: Deployment, batch: Batch, sizes: ExchangeSizes, *, backend: str, utilization: float
+) -> RankMemory:
+    """backend: ``deepep``, ``deepep_v2`` or ``local``. utilization: share of the card to use."""
+    weights = weight_bytes(d.model, weight_storage(d), num_slots=d.num_slots)
+    parts = [
+        MemoryPart(field.name.replace("_", " "), getattr(weights, field.name), True)
+        for field in fields(weights)
+    ]
+    parts.append(MemoryPart("exchange buffers", _buffers(sizes, backend, d), True))
+    parts.append(MemoryPart("activations and graphs", _activations(d, batch, sizes), False))
+    parts.append(MemoryPart("runtime", RUNTIME_BYTES, False))
+    usable = int(d.card.memory_bytes * utilization)
+    headroom = usable - sum(part.bytes for part in parts)
+    per_token = cache_bytes_per_token(d.model, d.cache_value_bytes)
+    blocks = max(0, headroom // (per_token * CACHE_BLOCK) - 1)  # one block is for padding
+    return RankMemory(
+        total_bytes=d.card.memory_bytes,
+        usable_bytes=usable,
+        parts=tuple(part for part in parts if part.bytes),
+        cache_bytes_per_token=per_token,
+        cache_tokens=blocks * CACHE_BLOCK,
+        headroom_bytes=headroom,
+    )
+
+
+def _buffers(sizes: ExchangeSizes, backend: str, d: Deployment) -> int:
+    if backend == "local":
+        return 0
+    if backend == "deepep_v2":
+        return v2_buffer_bytes(sizes, is_fp8=d.payload == "fp8")
+    return v1_buffer_bytes(sizes).total(sizes.num_ranks)
+
+
+def _activations(d: Deployment, batch: Batch, sizes: ExchangeSizes) -> int:
+    """The largest tensors that live at once: around the experts, or the logits.
+
+    Decode: rows lie in room for every rank's full batch in every slot (masked layout); a row has
+    FP8 values, gate and up, the activation and the output. A captured graph keeps all of them.
+    Prefill: as many rows as tokens bring on average, times the imbalance.
+    """
+    model = d.model
+    inner, hidden = model.moe_intermediate_size, model.hidden_size
+    row = (hidden + hidden // 32) + 2 * 2 * inner + inner + 2 * hidden
+    if batch.phase == "decode" and d.ep_size > 1:
+        rows = d.num_slots * d.ep_size * v1_rounded_capacity(sizes)
+    else:
+        mean = batch.num_tokens * model.num_experts_per_tok * d.imbalance
+        rows = align(int(mean), 1) + d.num_slots * sizes.row_alignment
+    micro_batches = 2 if d.overlap else 1
+    rows = rows // micro_batches if batch.phase == "prefill" else rows
+    head_rows = batch.num_tokens if batch.phase == "decode" else batch.num_tokens / batch.context
+    logits = int(4 * head_rows * model.vocab_size)
+    hidden_states = int(batch.num_tokens * hidden * 2 * 4)
+    return int(FRAGMENTATION * (max(rows * row, logits) + hidden_states))

@@ -1,0 +1,106 @@
+"""A whole step: layers under overlap, and what comes before and after them.
+
+Overlap is played through, not assumed: two micro-batches take turns on the compute stream as the
+engine's generators do (``moe_ep/overlap.py``), their exchanges share one link, and the time of a
+layer is what remains when the first layers are over. Times are in microseconds.
+"""
+
+from dataclasses import dataclass
+
+from launch.plan.kernels import Cost, Parameters, product
+from launch.plan.layer import (
+    NORMAL_MODE_SMS,
+    Batch,
+    Deployment,
+    Stages,
+    attention_stages,
+    dense_stages,
+    moe_stages,
+)
+from moe_ep.progress import Stage
+
+BEFORE_DISPATCH = (
+    Stage.NORMS, Stage.ATTENTION_PROJECTIONS, Stage.ATTENTION_CORE, Stage.ATTENTION_OUTPUT,
+    Stage.GATE,
+)  # fmt: skip
+SIMULATED_LAYERS = 8
+# Between the steps: 1.5 ms of the host and 2 ms of launches (alibaba/rtp-llm reporter.md).
+HOST_US = 3500.0
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """layer: stages of one MoE layer, of all micro-batches together, exchanges as if nothing
+    overlapped them. layer_us: what such a layer takes, overlap counted. exposed_us: of it, time in
+    which nothing is computed. dense_us: a dense layer. outside: what a step does outside of layers.
+    """
+
+    layer: Stages
+    layer_us: float
+    exposed_us: float
+    dense_us: float
+    outside: Stages
+    step_us: float
+
+
+def step_time(d: Deployment, batch: Batch, p: Parameters) -> StepTime:
+    model = d.model
+    parts = 2 if d.overlap else 1
+    micro = batch.half() if d.overlap else batch
+    seen = d.with_fewer_sms(NORMAL_MODE_SMS) if d.overlap and batch.phase == "prefill" else d
+    attention = attention_stages(seen, micro, p)
+    moe = attention | moe_stages(seen, micro, p)
+    layer_us = parts * _sequential(moe) if parts == 1 else overlapped_layer(moe)
+    compute_us = parts * sum(cost.us for stage, cost in moe.items() if not is_exchange(stage))
+    dense = attention | dense_stages(seen, micro, p)
+    dense_us = parts * sum(cost.us for cost in dense.values())
+    outside = _outside(d, batch, p)
+    layers_us = model.num_moe_layers * layer_us + model.first_k_dense_replace * dense_us
+    return StepTime(
+        layer={stage: cost.times(parts) for stage, cost in moe.items()},
+        layer_us=layer_us,
+        exposed_us=max(0.0, layer_us - compute_us),
+        dense_us=dense_us,
+        outside=outside,
+        step_us=layers_us * p[f"{batch.phase}_inflation"]
+        + sum(cost.us for cost in outside.values()),
+    )
+
+
+def is_exchange(stage: Stage) -> bool:
+    return stage in (Stage.DISPATCH_WAIT, Stage.COMBINE_WAIT)
+
+
+def _sequential(stages: Stages) -> float:
+    """One micro-batch: the shared expert is computed while tokens are on their way."""
+    us = {stage: cost.us for stage, cost in stages.items()}
+    shared = us.pop(Stage.SHARED_EXPERT, 0.0)
+    hidden = min(shared, us[Stage.DISPATCH_WAIT])
+    return sum(us.values()) + shared - hidden
+
+
+def overlapped_layer(stages: Stages) -> float:
+    """What a layer of two micro-batches, each with these stages, adds to a step."""
+    us = {stage: cost.us for stage, cost in stages.items()}
+    before = sum(us[stage] for stage in BEFORE_DISPATCH)
+    shared = us.get(Stage.SHARED_EXPERT, 0.0)
+    now, link = 0.0, 0.0
+    arrival = [0.0, 0.0]  # of what each micro-batch waits for
+    ends = []
+    for _ in range(SIMULATED_LAYERS):
+        for i in (0, 1):
+            now = max(now, arrival[i]) + before
+            link = arrival[i] = max(now, link) + us[Stage.DISPATCH_WAIT]
+        for i in (0, 1):
+            now = max(now + shared, arrival[i]) + us[Stage.EXPERTS]
+            link = arrival[i] = max(now, link) + us[Stage.COMBINE_WAIT]
+        ends.append(now)
+    return (ends[-1] - ends[2]) / (SIMULATED_LAYERS - 3)
+
+
+def _outside(d: Deployment, batch: Batch, p: Parameters) -> Stages:
+    model = d.model
+    # A prefill samples one token per prompt, a decode step one per query.
+    rows = batch.num_tokens if batch.phase == "decode" else batch.num_tokens / batch.context
+    head = product(d.card, p, m=rows, n=model.vocab_size, k=model.hidden_size, dtype="bfloat16")
+    return {Stage.HEAD: head, Stage.SCHEDULING: Cost(HOST_US, "launch")}
