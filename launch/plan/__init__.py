@@ -3,6 +3,6 @@
 - ``cards``: data sheets. ``kernels``: the time of one kernel from bytes and operations.
 - ``exchange``: the time of an all-to-all. ``step``: stages of a layer, overlap, a whole step.
 - ``memory``: what a rank's memory holds. ``advice``: a search over all of that.
-- ``published``: measurements of others. ``fit`` and ``validate``: what was learnt from them, and
-  how far that is off where it was not learnt.
+- ``published``: measurements of others. ``targets``: which of them can be compared. ``fit`` (needs
+  SciPy) and ``validate``: what was learnt from them, and how far that is off where it was not.
 """

@@ -1,22 +1,26 @@
 """How to use a number of GPUs under goals: EP sizes, batches, and shares of prefill and decode.
 
 Prefill and decode are planned as engines of their own. Every candidate is a full plan; what does
-not fit, is refused or misses its goal drops out, and is counted by reason.
+not fit, is refused or misses its goal drops out, and is counted by reason. Prefill engines are
+given as much work as ``prefill_load`` says, since prompts wait the longer the busier they are.
 """
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from launch.plan.plan import Plan, make_plan
+from launch.plan.plan import Plan, as_json, make_plan
 from launch.plan.question import Question, read_model
-from moe_ep.config import ConfigError, EngineConfig, Problem
+from moe_ep.config import ConfigError, Problem
 from moe_ep.config.exchange import LOW_LATENCY_MAX_TOKENS, V1_CHUNKS
 
 DECODE_BATCHES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 504)
 PREFILL_TOKENS = (4096, 8192, 16384, 32768)
 REDUNDANT = (0, 16, 32, 64)
 SHOWN = 5
+# What the search chooses; a problem with anything else is the user's to solve.
+SEARCHED = {"ep_size", "ep_num_redundant_experts", "batch"}
 
 
 @dataclass(frozen=True)
@@ -52,8 +56,9 @@ class Advice:
 
 
 def advise(question: Question, goal: Goal) -> Advice:
-    """The best few ways; raises ConfigError when the goal makes no sense."""
-    _check(goal)
+    """The best few ways; raises ConfigError for goals that make no sense, and for all in the
+    question that no candidate could mend."""
+    _check(question, goal)
     dropped: Counter[str] = Counter()
     candidates = [*_decodes(question, goal), *_prefills(question, goal)]
     plans = [plan for one in candidates if (plan := _tried(one, goal, dropped)) is not None]
@@ -69,7 +74,7 @@ def advise(question: Question, goal: Goal) -> Advice:
     return Advice(tuple(options[:SHOWN]), len(candidates), dict(dropped))
 
 
-def _check(goal: Goal) -> None:
+def _check(question: Question, goal: Goal) -> None:
     wrong = [
         Problem(name, value, "above 0", f"Change --{name.replace('_', '-')}.")
         for name, value in vars(goal).items()
@@ -77,6 +82,11 @@ def _check(goal: Goal) -> None:
     ]
     if wrong:
         raise ConfigError(wrong)
+    limit, total = read_model(question.model).max_position_embeddings, goal.input_len
+    if total + goal.output_len > limit:
+        allowed = f"at most {limit} with --input-len {total}"
+        fix = "The model knows no positions beyond max_position_embeddings."
+        raise ConfigError([Problem("output_len", goal.output_len, allowed, fix)])
 
 
 def _sizes(question: Question, goal: Goal) -> Iterator[tuple[int, int]]:
@@ -93,13 +103,16 @@ def _decodes(question: Question, goal: Goal) -> Iterator[Question]:
     for ep, extra in _sizes(question, goal):
         for batch in DECODE_BATCHES:
             if batch * (1 + question.mtp_tokens) <= LOW_LATENCY_MAX_TOKENS:
-                yield from _with_overlap(question, "decode", ep, extra, batch, context)
+                sized = replace(question, max_num_batched_tokens=None)
+                yield from _with_overlap(sized, "decode", ep, extra, batch, context)
 
 
 def _prefills(question: Question, goal: Goal) -> Iterator[Question]:
     for ep, extra in _sizes(question, goal):
-        for batch in sorted({max(1, tokens // goal.input_len) for tokens in PREFILL_TOKENS}):
-            yield from _with_overlap(question, "prefill", ep, extra, batch, goal.input_len)
+        for tokens in PREFILL_TOKENS:
+            batch = max(1, tokens // goal.input_len)
+            sized = replace(question, max_num_batched_tokens=min(tokens, batch * goal.input_len))
+            yield from _with_overlap(sized, "prefill", ep, extra, batch, goal.input_len)
 
 
 def _with_overlap(
@@ -121,6 +134,8 @@ def _tried(question: Question, goal: Goal, dropped: Counter[str]) -> Plan | None
     try:
         plan = make_plan(question)
     except ConfigError as error:
+        if not {problem.field for problem in error.problems} <= SEARCHED:
+            raise
         dropped[f"refused ({', '.join(sorted({p.field for p in error.problems}))})"] += 1
         return None
     if not plan.fits:
@@ -153,7 +168,7 @@ def _shared(prefill: Plan, decode: Plan, goal: Goal) -> Option | None:
     """As many engines of each as serve most requests together."""
     sizes = [plan.setting.question.ep_size for plan in (prefill, decode)]
     per_engine = (
-        _rate(prefill) * sizes[0] / goal.input_len,
+        _rate(prefill) * prefill.setting.question.prefill_load * sizes[0] / goal.input_len,
         _rate(decode) * sizes[1] / goal.output_len,
     )
     best: Option | None = None
@@ -179,14 +194,14 @@ def _limit(ways: tuple[float, float], prefill: Plan, decode: Plan, goal: Goal) -
     estimate = slower.ttft_ms or slower.tpot_ms
     assert estimate is not None
     if estimate.value > 0.8 * limit:
-        return f"{name}: its time goal"
+        return f"{name}: time goal"
     if slower.cache_tokens_needed > 0.7 * slower.memory.cache_tokens:
         return f"{name}: cache memory"
     return f"{name}: {slower.bound}"
 
 
 def launch_command(plan: Plan) -> str:
-    """What starts the engine of a plan. Options that this engine does not have yet are left out."""
+    """What starts the engine of a plan; it knows no drafts and no FP8 cache yet."""
     question = plan.setting.question
     parts = [
         "moe-ep serve",
@@ -195,9 +210,33 @@ def launch_command(plan: Plan) -> str:
         f"--ep-num-redundant-experts {question.ep_num_redundant_experts}",
         f"--moe-a2a-backend {question.backend}",
         f"--max-num-seqs {question.batch}",
-        f"--max-num-batched-tokens {question.max_num_batched_tokens}",
+        f"--max-num-batched-tokens {question.batched_tokens}",
     ]
-    known = {field.name for field in fields(EngineConfig)}
-    if question.enable_two_batch_overlap and "enable_two_batch_overlap" in known:
+    if question.enable_two_batch_overlap:
         parts.append("--enable-two-batch-overlap")
+    if question.expert_load is not None:
+        parts.append(f"--init-expert-location {question.expert_load}")
     return " ".join(parts)
+
+
+def advice_json(advice: Advice, goal: Goal) -> dict[str, Any]:
+    """The machine's form; ``data/plan.schema.json`` documents it."""
+    return {
+        "version": 1,
+        "goal": asdict(goal),
+        "candidates": advice.num_candidates,
+        "dropped": advice.dropped,
+        "options": [
+            {
+                "requests_per_s": option.requests_per_s,
+                "limited_by": option.limited_by,
+                "unused_gpus": option.spare,
+                "num_prefill_engines": option.num_prefill,
+                "num_decode_engines": option.num_decode,
+                "prefill": as_json(option.prefill),
+                "decode": as_json(option.decode),
+                "commands": [launch_command(option.prefill), launch_command(option.decode)],
+            }
+            for option in advice.options
+        ],
+    }

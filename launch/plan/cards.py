@@ -1,4 +1,4 @@
-"""Data sheets of cards and fabrics, from ``data/``; every entry names its source."""
+"""Data sheets of cards and fabrics, from ``data/``; every number names its source."""
 
 import json
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class Card:
     """One GPU. Rates are peaks of dense products; links are counted one way.
 
     family: cards of one share fitted efficiencies. nvlink_domain: GPUs that reach each other over
-    NVLink. fabric: what joins such domains unless told otherwise.
+    NVLink. fabric: what joins such domains unless told otherwise. sources: of each number.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Card:
     nvlink_domain: int
     gpus_per_node: int
     fabric: str
-    source: str
+    sources: tuple[tuple[str, str], ...]
 
     def flops(self, dtype: str) -> float:
         return self.fp8_flops if dtype == "fp8" else self.bf16_flops
@@ -45,7 +45,19 @@ class Card:
 
 @cache
 def cards() -> dict[str, Card]:
-    return {name: Card(name=name, **fields) for name, fields in _read("cards.json").items()}
+    data = _read("cards.json")
+    return {name: _card(name, fields, data["sources"]) for name, fields in data["cards"].items()}
+
+
+def _card(name: str, fields: dict[str, Any], sources: dict[str, str]) -> Card:
+    """fields: the family, and every other field with the name of its source."""
+    sourced = {field: pair for field, pair in fields.items() if field != "family"}
+    return Card(
+        name=name,
+        family=fields["family"],
+        sources=tuple((field, sources[source]) for field, (_, source) in sourced.items()),
+        **{field: value for field, (value, _) in sourced.items()},
+    )
 
 
 @cache

@@ -19,8 +19,10 @@ def add_plan_flags(parser: argparse.ArgumentParser) -> None:
         help="Instead, hold the model against published measurements, each source left out.",
     )  # fmt: skip
     output.add_argument(
-        "--plot", type=Path, metavar="FILE.svg", help="With --validate: predicted over published."
-    )
+        "--plot", type=Path, metavar="FILE",
+        help="Also draw the stages and the memory, or with --validate predicted over published:"
+        " .svg, .png, .pdf.",
+    )  # fmt: skip
 
 
 def _add_cluster(group: argparse._ActionsContainer) -> None:
@@ -30,41 +32,72 @@ def _add_cluster(group: argparse._ActionsContainer) -> None:
     group.add_argument("--gpu", default="h800", help="Card, as in data/cards.json.")
     group.add_argument("--fabric", help="Links between nodes; the card's usual one by default.")
     group.add_argument("--ep-size", type=int, default=8, metavar="N", help="Ranks (total).")
-    group.add_argument("--attn-dp-size", type=int, metavar="N", help="The EP size (total).")
-    group.add_argument("--ep-num-redundant-experts", type=int, default=0, metavar="N")
-    group.add_argument("--moe-a2a-backend", default="deepep", help="deepep or deepep_v2.")
-    group.add_argument("--kv-cache-dtype", default="bfloat16", help="bfloat16 or fp8.")
-    group.add_argument("--gpu-memory-utilization", type=float, default=0.9, metavar="X")
+    group.add_argument(
+        "--attn-dp-size", type=int, metavar="N",
+        help="Groups that hold different requests (total); only the EP size, the default.",
+    )  # fmt: skip
+    group.add_argument(
+        "--ep-num-redundant-experts", type=int, default=0, metavar="N",
+        help="Extra expert slots per layer (total); the load then counts as balanced.",
+    )  # fmt: skip
+    group.add_argument(
+        "--moe-a2a-backend", default="deepep", metavar="NAME", help="deepep or deepep_v2."
+    )
+    group.add_argument(
+        "--kv-cache-dtype", default="bfloat16", metavar="NAME", help="bfloat16 or fp8."
+    )
+    group.add_argument(
+        "--gpu-memory-utilization", type=float, default=0.9, metavar="X",
+        help="Share of the card's memory to use, weights included.",
+    )  # fmt: skip
 
 
 def _add_load(group: argparse._ActionsContainer) -> None:
     group.add_argument("--phase", default="decode", help="decode or prefill.")
     group.add_argument(
         "--batch", type=int, default=64, metavar="N",
-        help="Requests in a step (per rank); in prefill, whole prompts.",
+        help="Requests in a step (per rank); in prefill, prompts that arrive together.",
     )  # fmt: skip
     group.add_argument(
         "--context", type=int, default=4096, metavar="N",
         help="Cached tokens of a request; in prefill, tokens of a prompt.",
     )  # fmt: skip
-    group.add_argument("--enable-two-batch-overlap", action="store_true")
+    group.add_argument(
+        "--enable-two-batch-overlap", action="store_true",
+        help="Two micro-batches take turns; advice tries both.",
+    )  # fmt: skip
     group.add_argument(
         "--imbalance", type=float, metavar="X",
         help="Rows of the busiest rank over the mean; published values by default.",
     )  # fmt: skip
     group.add_argument(
-        "--expert-load", type=Path, metavar="FILE", help="JSON: tokens per slot of every MoE layer."
-    )
+        "--expert-load", type=Path, metavar="FILE",
+        help="Recorded loads of experts, .json or .pt; gives the imbalance after placing by them.",
+    )  # fmt: skip
     group.add_argument("--mtp-tokens", type=int, default=0, metavar="N", help="Drafted per step.")
     group.add_argument(
         "--mtp-acceptance", type=float, default=0.85, metavar="X",
-        help="Chance of each draft; DeepSeek-V3's report has 0.85 to 0.9 for the first.",
+        help="Chance of each draft; 0.85 to 0.9 for the first (DeepSeek-V3 report, 5.4.3).",
+    )  # fmt: skip
+    group.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N",
+        help="Most tokens in a step (per rank), prompts are cut into chunks of it; by default room"
+        " for the batch.",
+    )  # fmt: skip
+    group.add_argument(
+        "--prefill-load", type=float, default=0.7, metavar="X",
+        help="Share of its time that a prefill engine is busy; prompts wait as in an M/D/1 queue.",
     )  # fmt: skip
 
 
 def _add_goal(group: argparse._ActionsContainer) -> None:
     group.add_argument("--gpus", type=int, metavar="N", help="Search how to use so many (total).")
-    group.add_argument("--slo-tpot-ms", type=float, default=50.0, metavar="X")
-    group.add_argument("--slo-ttft-ms", type=float, default=5000.0, metavar="X")
-    group.add_argument("--input-len", type=int, default=4096, metavar="N")
-    group.add_argument("--output-len", type=int, default=1024, metavar="N")
+    group.add_argument(
+        "--slo-tpot-ms", type=float, default=50.0, metavar="X", help="Most time of an output token."
+    )
+    group.add_argument(
+        "--slo-ttft-ms", type=float, default=5000.0, metavar="X",
+        help="Most time from a request to its first token.",
+    )  # fmt: skip
+    group.add_argument("--input-len", type=int, default=4096, metavar="N", help="Prompt tokens.")
+    group.add_argument("--output-len", type=int, default=1024, metavar="N", help="Output tokens.")

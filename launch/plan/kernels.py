@@ -65,8 +65,7 @@ def product(
     compute = _arithmetic(card, flops, dtype, p["gemm_sm_tflops"])
     size = VALUE_BYTES[dtype]
     traffic = groups * (n * k * size + m * (k * size + 2 * n))
-    efficiency = p["gemm_memory"] if groups == 1 else p["grouped_memory"]
-    memory = traffic / (card.memory_bytes_per_s * efficiency)
+    memory = traffic / (card.memory_bytes_per_s * p["gemm_memory"])
     return roofline(p["launch_us"], compute, memory * 1e6)
 
 

@@ -68,43 +68,70 @@ class Deployment:
 @dataclass(frozen=True)
 class Batch:
     """One rank's tokens in one step. num_tokens: query tokens. context: cached tokens per request
-    in decode, length of each prompt in prefill. queries_per_request: 1 and drafted tokens."""
+    in decode, length of each prompt in prefill. queries_per_request: 1 and drafted tokens.
+    num_drafts: passes of the draft layer after the step. expansions: how often each token's keys
+    are made from its latent in prefill, above 1 where later chunks of a prompt do it again."""
 
     phase: str
     num_tokens: float
     context: float
     queries_per_request: float = 1.0
+    num_drafts: int = 0
+    expansions: float = 1.0
+
+    @property
+    def num_requests(self) -> float:
+        """In prefill, prompts that end in the step, on average."""
+        per_request = self.queries_per_request if self.phase == "decode" else self.context
+        return self.num_tokens / per_request
 
     def half(self) -> "Batch":
         return replace(self, num_tokens=self.num_tokens / 2)
 
 
 def attention_stages(d: Deployment, batch: Batch, p: Parameters) -> Stages:
-    """Projections, core and output of one layer, and the norms around them."""
+    """Projections, core and output of one layer, and the norms around them.
+
+    Traffic of the small kernels, in bytes per token: a norm reads and writes the hidden states and
+    the residual; to quantise is to read 2 bytes and write 1; rotary embedding touches its own
+    dimensions only.
+    """
     model, tokens, card = d.model, batch.num_tokens, d.card
-    hidden, q_out = model.hidden_size, model.num_heads * model.qk_head_dim
+    hidden, heads = model.hidden_size, model.num_heads
+    q_out = heads * model.qk_head_dim
     first_q = model.q_lora_rank or q_out
-    row = 2 * tokens * hidden  # bytes of one BF16 pass over the hidden states
+    inner = heads * model.v_head_dim
     projections = _dense(d, p, tokens, first_q + model.latent_dim, hidden)
     if model.q_lora_rank is not None:
         projections += _dense(d, p, tokens, q_out, model.q_lora_rank)
-    projections += elementwise(card, p, traffic=3 * 2 * tokens * q_out, kernels=3)
-    output = _dense(d, p, tokens, hidden, model.num_heads * model.v_head_dim)
-    output += elementwise(card, p, traffic=3 * tokens * model.num_heads * model.v_head_dim)
+    small = 3 * hidden + 4 * model.latent_dim + 4 * heads * model.qk_rope_head_dim
+    small += 7 * (model.q_lora_rank or 0)
+    projections += elementwise(card, p, traffic=tokens * small, kernels=5)
+    output = elementwise(card, p, traffic=3 * tokens * inner)
+    output += _dense(d, p, tokens, hidden, inner)
     if batch.phase == "decode":
         projections += _per_head(d, p, tokens, model.kv_lora_rank, model.qk_nope_head_dim)
-        output = _per_head(d, p, tokens, model.v_head_dim, model.kv_lora_rank) + output
+        output += _per_head(d, p, tokens, model.v_head_dim, model.kv_lora_rank)
     else:
-        folded = model.num_heads * (model.qk_nope_head_dim + model.v_head_dim)
-        projections += product(
-            card, p, m=tokens, n=folded, k=model.kv_lora_rank, dtype=d.weights
-        ) + elementwise(card, p, traffic=4 * tokens * folded, kernels=2)
+        projections += _expanded_keys(d, p, tokens * batch.expansions)
     return {
-        Stage.NORMS: elementwise(card, p, traffic=6 * row, kernels=2),
+        Stage.NORMS: elementwise(card, p, traffic=2 * 8 * tokens * hidden, kernels=2),
         Stage.ATTENTION_PROJECTIONS: projections,
         Stage.ATTENTION_CORE: _core(d, batch, p),
         Stage.ATTENTION_OUTPUT: output,
     }
+
+
+def _expanded_keys(d: Deployment, p: Parameters, tokens: float) -> Cost:
+    """Keys and values of every head from the latents; the keys are copied next to the rotary part
+    that all heads share."""
+    model = d.model
+    keys = model.num_heads * model.qk_nope_head_dim
+    folded = keys + model.num_heads * model.v_head_dim
+    copied = 3 * model.kv_lora_rank + 2 * keys + 2 * model.num_heads * model.qk_head_dim
+    return _dense(d, p, tokens, folded, model.kv_lora_rank) + elementwise(
+        d.card, p, traffic=tokens * copied, kernels=2
+    )
 
 
 def moe_stages(d: Deployment, batch: Batch, p: Parameters) -> Stages:
@@ -149,7 +176,7 @@ def mlp(d: Deployment, p: Parameters, tokens: float, width: int) -> Cost:
     hidden = d.model.hidden_size
     return (
         _dense(d, p, tokens, 2 * width, hidden)
-        + elementwise(d.card, p, traffic=tokens * (3 * hidden + 6 * width), kernels=2)
+        + elementwise(d.card, p, traffic=tokens * (3 * hidden + 5 * width), kernels=2)
         + _dense(d, p, tokens, hidden, width)
     )
 
@@ -164,11 +191,11 @@ def _grouped_mlp(
 ) -> Cost:
     model, total = d.model, groups * rows
     inner, hidden = model.moe_intermediate_size, model.hidden_size
-    # Prefill scatters rows into groups and gathers them again: a pass each way.
-    moved = total * 3 * hidden * 2 if is_prefill else 0.0
+    # Prefill scatters FP8 rows into groups and gathers BF16 ones again.
+    moved = total * 5 * hidden if is_prefill else 0.0
     return (
         product(d.card, p, m=rows, n=2 * inner, k=hidden, groups=groups, dtype=d.weights)
-        + elementwise(d.card, p, traffic=total * 6 * inner + moved, kernels=1)
+        + elementwise(d.card, p, traffic=total * 5 * inner + moved, kernels=1)
         + product(d.card, p, m=rows, n=hidden, k=inner, groups=groups, dtype=d.weights)
     )
 

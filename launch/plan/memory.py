@@ -1,6 +1,6 @@
 """What one rank's memory holds: exact where it is arithmetic, else an estimate that says so."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from launch.plan.layer import Batch, Deployment
 from moe_ep.config.exchange import (
@@ -93,12 +93,15 @@ def rank_memory(
         MemoryPart(field.name.replace("_", " "), getattr(weights, field.name), True)
         for field in fields(weights)
     ]
+    if batch.num_drafts:
+        parts.append(MemoryPart("draft layer", draft_bytes(d), False))
     parts.append(MemoryPart("exchange buffers", _buffers(sizes, backend, d), True))
     parts.append(MemoryPart("activations and graphs", _activations(d, batch, sizes), False))
     parts.append(MemoryPart("runtime", RUNTIME_BYTES, False))
     usable = int(d.card.memory_bytes * utilization)
     headroom = usable - sum(part.bytes for part in parts)
-    per_token = cache_bytes_per_token(d.model, d.cache_value_bytes)
+    cached = replace(d.model, num_layers=d.model.num_layers + 1) if batch.num_drafts else d.model
+    per_token = cache_bytes_per_token(cached, d.cache_value_bytes)
     blocks = max(0, headroom // (per_token * CACHE_BLOCK) - 1)  # one block is for padding
     return RankMemory(
         total_bytes=d.card.memory_bytes,
@@ -107,6 +110,20 @@ def rank_memory(
         cache_bytes_per_token=per_token,
         cache_tokens=blocks * CACHE_BLOCK,
         headroom_bytes=headroom,
+    )
+
+
+def draft_bytes(d: Deployment) -> int:
+    """A layer with experts, the product that joins hidden states and embeddings, and its three
+    norms; embedding and head are the model's own (DeepSeek-V3, README_WEIGHTS.md)."""
+    one = weight_bytes(
+        replace(d.model, num_layers=1, first_k_dense_replace=0),
+        weight_storage(d),
+        num_slots=d.num_slots,
+    )
+    hidden = d.model.hidden_size
+    return (
+        one.total - one.embedding - one.head - one.tables + 2 * (2 * hidden * hidden + 2 * hidden)
     )
 
 
@@ -135,7 +152,7 @@ def _activations(d: Deployment, batch: Batch, sizes: ExchangeSizes) -> int:
         rows = align(int(mean), 1) + d.num_slots * sizes.row_alignment
     micro_batches = 2 if d.overlap else 1
     rows = rows // micro_batches if batch.phase == "prefill" else rows
-    head_rows = batch.num_tokens if batch.phase == "decode" else batch.num_tokens / batch.context
+    head_rows = batch.num_tokens if batch.phase == "decode" else max(1.0, batch.num_requests)
     logits = int(4 * head_rows * model.vocab_size)
     hidden_states = int(batch.num_tokens * hidden * 2 * 4)
     return int(FRAGMENTATION * (max(rows * row, logits) + hidden_states))

@@ -2,13 +2,15 @@
 
 from collections.abc import Iterable
 
+from rich import box
+from rich.columns import Columns
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from launch.plan.advice import Advice, Goal, launch_command
+from launch.plan.advice import Advice, Goal, Option, launch_command
 from launch.plan.plan import Estimate, Plan
-from launch.plan.topology import node_table
+from launch.plan.topology import node_table, port_lines
 
 BAR_WIDTH = 72
 COLOURS = ("cyan", "blue", "green", "magenta", "yellow", "red", "white", "bright_black",
@@ -17,8 +19,9 @@ GIB = 2**30
 
 
 def print_plan(console: Console, plan: Plan) -> None:
-    console.print(_head(plan), "", _memory(plan), "", _times(plan), "", node_table(
-        plan.setting.deployment), "")  # fmt: skip
+    deployment = plan.setting.deployment
+    console.print(_head(plan), "", _memory(plan), "", _times(plan), "", node_table(deployment))
+    console.print(*port_lines(deployment), "", sep="\n", markup=False)
     console.print(*(f"Note: {text}" for text in plan.warnings), sep="\n", markup=False)
     if plan.fits:
         console.print(f"\n{launch_command(plan)}", markup=False, soft_wrap=True)
@@ -32,17 +35,29 @@ def _head(plan: Plan) -> RenderableType:
         f" {q.batch} {unit} per rank of {q.context} tokens, {d.num_slots} expert slots per rank,"
         f" imbalance {d.imbalance:.2f}, overlap {'on' if d.overlap else 'off'}"
     )
-    speed = f"{_estimate(plan.tokens_per_s_per_gpu, 0)} tokens/s per GPU, " + (
-        f"TPOT {_estimate(plan.tpot_ms)} ms" if plan.tpot_ms
-        else f"TTFT at least {_estimate(plan.step_ms, 0)} ms"
-    )  # fmt: skip
+    if q.num_steps > 1:
+        line += f"; {q.num_steps} steps of at most {q.step_tokens} tokens"
     verdict = Text("fits", "bold green") if plan.fits else Text("does not fit", "bold red")
-    return Group(Text(line), Text.assemble(verdict, ", ", (speed, "bold")))
+    return Group(Text(line), Text.assemble(verdict, ", ", (_speed(plan), "bold")))
+
+
+def _speed(plan: Plan) -> str:
+    rate = f"{_estimate(plan.tokens_per_s_per_gpu, 0)} tokens/s per GPU"
+    if plan.tpot_ms:
+        return f"{rate}, TPOT {_estimate(plan.tpot_ms)} ms"
+    assert plan.ttft_ms is not None
+    load = plan.setting.question.prefill_load
+    waiting = f"{plan.wait_ms:,.0f} ms of it waiting at a load of {load:.0%}"
+    return f"{rate} when busy, TTFT {_estimate(plan.ttft_ms, 0)} ms, {waiting}"
 
 
 def _estimate(estimate: Estimate, digits: int = 1) -> str:
     low, high = (f"{value:,.{digits}f}" for value in (estimate.low, estimate.high))
     return f"{estimate.value:,.{digits}f} ({low} to {high})"
+
+
+def _short(estimate: Estimate, digits: int) -> str:
+    return _estimate(estimate, digits).replace(" to ", "-")
 
 
 def _memory(plan: Plan) -> RenderableType:
@@ -87,55 +102,71 @@ def stacked_bar(segments: Iterable[tuple[str, float]]) -> RenderableType:
     """One line in as many colours as there are segments, and their names below."""
     parts = [(name, size) for name, size in segments if size > 0]
     total = sum(size for _, size in parts)
-    bar, legend, done = Text(), Text(), 0.0
+    bar, legend, done = Text(), [], 0.0
     for index, (name, size) in enumerate(parts):
         colour = COLOURS[index % len(COLOURS)]
         left, done = round(BAR_WIDTH * done / total), done + size
         width = round(BAR_WIDTH * done / total) - left
         bar.append("█" * width, colour)
         if width:
-            legend.append("█ ", colour).append(f"{name} {size / total:.0%}  ")
-    return Group(bar, legend)
+            label = f"{name} {size / total:.0%}"
+            legend.append(Text.assemble(("█ ", colour), label, no_wrap=True))
+    return Group(bar, Columns(legend, padding=(0, 2)))
 
 
 def print_advice(console: Console, advice: Advice, goal: Goal) -> None:
     table = Table(title=f"Best of {advice.num_candidates} candidates for {goal.gpus} GPUs",
-                  title_justify="left")  # fmt: skip
-    for heading in (
-        "requests/s",
-        "prefill",
-        "decode",
-        "TTFT ms",
-        "TPOT ms",
-        "limited by",
-        "unused",
-    ):
-        table.add_column(heading)
+                  title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)  # fmt: skip
+    table.add_column("req/s", justify="right")
+    table.add_column("engines", no_wrap=True)
+    table.add_column("ms (8 of 10 within)", no_wrap=True)
+    table.add_column("limited by")
     for option in advice.options:
-        prefill, decode = option.prefill, option.decode
-        assert prefill.ttft_ms is not None
-        assert decode.tpot_ms is not None
-        table.add_row(
-            f"{option.requests_per_s:.1f}",
-            f"{option.num_prefill} x {_engine(prefill)}",
-            f"{option.num_decode} x {_engine(decode)}",
-            _estimate(prefill.ttft_ms, 0),
-            _estimate(decode.tpot_ms),
-            option.limited_by,
-            str(option.spare),
-        )
-    console.print(table)
+        _add_option(table, option)
+    console.print(table if advice.options else table.title)
     for reason, count in sorted(advice.dropped.items(), key=lambda item: -item[1]):
         console.print(f"{count} candidates: {reason}", markup=False)
     if not advice.options:
         console.print("No candidate is left: relax a goal, or give more GPUs.")
         return
     best = advice.options[0]
+    console.print(_assumptions(best), markup=False)
     for name, plan in (("prefill", best.prefill), ("decode", best.decode)):
         console.print(f"{name}: {launch_command(plan)}", markup=False, soft_wrap=True)
 
 
+def _add_option(table: Table, option: Option) -> None:
+    """A line for prefill, one for decode."""
+    prefill, decode = option.prefill, option.decode
+    assert prefill.ttft_ms is not None
+    assert decode.tpot_ms is not None
+    rows = [
+        ("P", option.num_prefill, prefill, f"TTFT {_short(prefill.ttft_ms, 0)}"),
+        ("D", option.num_decode, decode, f"TPOT {_short(decode.tpot_ms, 1)}"),
+    ]
+    phase, limit = option.limited_by.split(": ")
+    limits = [limit if name == phase else "" for name in ("prefill", "decode")]
+    for index, ((letter, count, plan, time), reason) in enumerate(zip(rows, limits, strict=True)):
+        rate = "" if index else f"{option.requests_per_s:.1f}"
+        table.add_row(rate, f"{letter} {count} x {_engine(plan)}", time, reason)
+    if option.spare:
+        table.add_row("", f"{option.spare} GPUs unused", "", "")
+    table.add_section()
+
+
+def _assumptions(option: Option) -> str:
+    load = option.prefill.setting.question.prefill_load
+    return (
+        f"\nP prefill, D decode, +n redundant experts, TBO two-batch overlap. Prefill engines are"
+        f" {load:.0%} busy, and their prompts wait as in an M/D/1 queue. Caches are handed from"
+        " prefill to decode in no time; this engine does not hand them over yet. Notes of each"
+        " plan: moe-ep plan with its numbers.\n"
+    )
+
+
 def _engine(plan: Plan) -> str:
     q = plan.setting.question
-    overlap = ", overlap" if q.enable_two_batch_overlap else ""
-    return f"EP{q.ep_size} (+{q.ep_num_redundant_experts}), batch {q.batch}{overlap}"
+    overlap = " TBO" if q.enable_two_batch_overlap else ""
+    extra = f"+{q.ep_num_redundant_experts}" if q.ep_num_redundant_experts else ""
+    size = f"batch {q.batch}" if q.phase == "decode" else f"{q.step_tokens / 1024:.3g}K tokens"
+    return f"EP{q.ep_size}{extra}, {size}{overlap}"

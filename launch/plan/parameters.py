@@ -16,8 +16,7 @@ MEANING = (
         "small_launch_us": "the same for one that only moves data, us",
         "gemm_prologue_k": "inner dimension that filling a tile's pipeline costs",
         "gemm_sm_tflops": "other units of an SM, in TFLOPS of the products that they serve",
-        "gemm_memory": "share of the memory bandwidth that a dense product reaches",
-        "grouped_memory": "the same for grouped products",
+        "gemm_memory": "share of the memory bandwidth that a product reaches",
         "elementwise_memory": "the same for kernels that only move data",
         "mla_sm_tflops": "as gemm_sm_tflops, absorbed attention",
         "mla_launch_us": "start, schedule and final reduction of attention, us",
@@ -56,6 +55,12 @@ class Range:
 @cache
 def family(name: str) -> dict[str, float]:
     values: dict[str, float] = _stored()["families"][name]
+    return values
+
+
+def without(source: str) -> dict[str, dict[str, float]]:
+    """By family, from a fit that has seen no record of this source."""
+    values: dict[str, dict[str, float]] = _stored()["without"][source]
     return values
 
 

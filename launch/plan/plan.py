@@ -34,7 +34,8 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Plan:
-    """fits: parts, cache and activations have room. warnings: what the numbers cannot know."""
+    """ttft_ms: of the last prompt of a batch, its waiting included. wait_ms: of it, in the queue.
+    fits: parts, cache and activations have room. warnings: what the numbers cannot know."""
 
     setting: Setting
     memory: RankMemory
@@ -45,6 +46,7 @@ class Plan:
     tokens_per_s_per_gpu: Estimate
     tpot_ms: Estimate | None
     ttft_ms: Estimate | None
+    wait_ms: float
     bound: str
     warnings: tuple[str, ...]
 
@@ -66,7 +68,11 @@ def make_plan(question: Question) -> Plan:
     )  # fmt: skip
     step_ms = _around(step.step_us / 1e3, ranges()[question.phase])
     is_decode = question.phase == "decode"
-    gained = question.batch * (question.accepted if is_decode else question.context)
+    gained = question.batch * question.accepted if is_decode else question.step_tokens
+    # An M/D/1 queue of jobs, each as long as the steps of a batch.
+    load, jobs = question.prefill_load, 0.0
+    if not is_decode:
+        jobs = question.num_steps * (1 + load / (2 * (1 - load)))
     return Plan(
         setting=found,
         memory=memory,
@@ -76,7 +82,8 @@ def make_plan(question: Question) -> Plan:
         step_ms=step_ms,
         tokens_per_s_per_gpu=_rate(gained * 1e3, step_ms),
         tpot_ms=_scaled(step_ms, 1 / question.accepted) if is_decode else None,
-        ttft_ms=None if is_decode else step_ms,
+        ttft_ms=None if is_decode else _scaled(step_ms, jobs),
+        wait_ms=0.0 if is_decode else step_ms.value * (jobs - question.num_steps),
         bound=_bound(step),
         warnings=tuple(_warnings(found)),
     )
@@ -95,6 +102,8 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "weights": d.weights,
             "fabric": d.fabric.name,
             "nodes": nodes,
+            "steps": plan.setting.question.num_steps,
+            "tokens_per_step": plan.setting.question.step_tokens,
         },
         "fits": plan.fits,
         "memory": asdict(plan.memory) | {"cache_tokens_needed": plan.cache_tokens_needed},
@@ -104,7 +113,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "exposed_us": plan.step.exposed_us,
             "dense_layer_us": plan.step.dense_us,
             "outside": [
-                {"stage": str(stage), "us": cost.us} for stage, cost in plan.step.outside.items()
+                {"stage": stage, "us": cost.us} for stage, cost in plan.step.outside.items()
             ],
             "stages": [asdict(stage) for stage in plan.stages],
             "bound": plan.bound,
@@ -115,6 +124,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
         ),
         "tpot_ms": asdict(plan.tpot_ms) if plan.tpot_ms else None,
         "ttft_ms": asdict(plan.ttft_ms) if plan.ttft_ms else None,
+        "wait_ms": plan.wait_ms,
         "warnings": list(plan.warnings),
     }
 
@@ -162,6 +172,10 @@ def _warnings(found: Setting) -> list[str]:
     ]
     if q.phase == "prefill":
         notes.append("Attention is that of a fused kernel; the engine's own prefill is slower.")
+        notes.append(
+            f"Waiting is that of an M/D/1 queue at a load of {q.prefill_load:.0%}: prompts arrive"
+            " at random, all as long as these."
+        )
     if d.card.family == "blackwell":
         notes.append(
             "No published decode step on Blackwell could be compared (batch not published, or NVFP4"
@@ -174,7 +188,10 @@ def _warnings(found: Setting) -> list[str]:
     if q.kv_cache_dtype == "fp8":
         notes.append("The engine caches latents in BF16; FP8 is planned here, not yet served.")
     if q.mtp_tokens:
-        notes.append("The engine drafts no tokens yet; a draft's time and weights are not counted.")
+        notes.append(
+            "The engine drafts no tokens yet. One draft layer as DeepSeek-V3's is counted, with its"
+            " cache; whether this model has one, and every draft's acceptance, is taken as given."
+        )
     if q.moe_a2a_backend == "deepep_v2" and d.ep_size > d.card.gpus_per_node:
         notes.append("V2's buffers over several nodes depend on the topology that it finds.")
     if d.imbalance > 1 and q.imbalance is None and q.expert_load is None:

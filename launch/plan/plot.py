@@ -1,75 +1,95 @@
-"""Predicted over published times as an SVG: one dot per record, a colour per source, both axes
-logarithmic. Written by hand, as one picture is not worth a plotting library."""
+"""Pictures: predicted over published times, and a plan's stages and memory as stacked bars."""
 
-import math
-from collections.abc import Callable, Sequence
-from html import escape
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from launch.plan.validate import Outcome
+from launch.plan.parameters import ranges
+from launch.plan.plan import Plan
+from launch.plan.validate import KINDS, Outcome
+from moe_ep.config import ConfigError, Problem
 
-SIZE, MARGIN, LEGEND = 560, 60, 190
-COLOURS = ("#1b6ca8", "#d1495b", "#2e933c", "#8e44ad", "#e08e0b", "#16a2a2", "#7f5539", "#c2185b",
-           "#5c6b73", "#3d348b")  # fmt: skip
-UNITS_IN_US = {"us": 1.0, "ms": 1e3}
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+UNITS_IN_MS = {"us": 1e-3, "ms": 1.0}
+GIB = 2**30
 
 
-def svg(outcomes: Sequence[Outcome]) -> str:
-    """Throughputs are drawn as the time of a token, in us."""
-    points = [(o, *_times(o)) for o in outcomes]
-    values = [value for _, x, y in points for value in (x, y)]
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+def draw_outcomes(outcomes: Sequence[Outcome], file: Path) -> None:
+    """A panel per kind of record, a colour per source; grey is where 8 of 10 records lie. Raises
+    ConfigError for a file that cannot be written."""
+    figure = _figure(10, 10)
+    sources = sorted({o.target.group for o in outcomes})
+    for axes, kind in zip(figure.subplots(2, 2).flat, KINDS, strict=True):
+        _panel(axes, kind, [o for o in outcomes if o.target.kind == kind], sources)
+    _save(figure, file)
 
-    def place(value: float) -> float:
-        return (math.log10(value) - low) / (high - low) * (SIZE - 2 * MARGIN)
 
-    groups = sorted({o.target.group for o in outcomes})
-    parts = [_frame(low, high, place)]
-    for o, x, y in points:
-        colour = COLOURS[groups.index(o.target.group) % len(COLOURS)]
-        parts.append(
-            f'<circle cx="{MARGIN + place(x):.1f}" cy="{SIZE - MARGIN - place(y):.1f}" r="3"'
-            f' fill="{colour}" fill-opacity="0.6"><title>{escape(o.target.what)}: {o.error:+.0%}'
-            "</title></circle>"
-        )
-    for index, group in enumerate(groups):
-        y = MARGIN + 18 * index
-        colour = COLOURS[index % len(COLOURS)]
-        parts.append(f'<circle cx="{SIZE}" cy="{y}" r="4" fill="{colour}"/>')
-        parts.append(f'<text x="{SIZE + 10}" y="{y + 4}">{escape(group)}</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{SIZE + LEGEND}" height="{SIZE}"'
-    style = ' font-family="sans-serif" font-size="11">'
-    return head + style + "\n".join(parts) + "</svg>\n"
+def _panel(axes: "Axes", kind: str, outcomes: Sequence[Outcome], sources: list[str]) -> None:
+    points = [(*_times(o), o.target.group) for o in outcomes]
+    values = [value for x, y, _ in points for value in (x, y)]
+    ends = [min(values) / 1.3, max(values) * 1.3]
+    within = ranges()[kind]
+    # Published times lie between low and high times the prediction.
+    axes.fill_between(ends, [x / within.high for x in ends], [x / within.low for x in ends],
+                      color="0.9")  # fmt: skip
+    axes.plot(ends, ends, color="0.5", linewidth=1)
+    for index, source in enumerate(sources):
+        mine = [(x, y) for x, y, group in points if group == source]
+        if mine:
+            x, y = zip(*mine, strict=True)
+            axes.scatter(x, y, s=14, color=f"C{index}", label=source)
+    axes.set(xscale="log", yscale="log", xlim=ends, ylim=ends, aspect="equal",
+             xlabel="published, ms (of a throughput, for 1,000 tokens of a GPU)",
+             ylabel="predicted without its source, ms",
+             title=f"{kind}: median error {within.median_error:.0%}")  # fmt: skip
+    axes.legend(fontsize="small", loc="upper left")
 
 
 def _times(outcome: Outcome) -> tuple[float, float]:
+    """Published and predicted, in ms; of a throughput, for 1,000 tokens of a GPU."""
     target = outcome.target
     if target.unit.startswith("tok/s"):
         return 1e6 / target.published, 1e6 / outcome.predicted
-    unit = UNITS_IN_US[target.unit]
+    unit = UNITS_IN_MS[target.unit]
     return target.published * unit, outcome.predicted * unit
 
 
-def _frame(low: int, high: int, place: Callable[[float], float]) -> str:
-    end = SIZE - MARGIN
-    lines = [
-        f'<rect x="{MARGIN}" y="{MARGIN}" width="{end - MARGIN}" height="{end - MARGIN}"'
-        ' fill="none" stroke="#999"/>',
-        f'<text x="{SIZE / 2}" y="{SIZE - 15}" text-anchor="middle">published, us</text>',
-        f'<text transform="translate(18 {SIZE / 2}) rotate(-90)" text-anchor="middle">predicted'
-        " without its source, us</text>",
-    ]
-    for factor, dash in ((1.0, ""), (1.15, "4"), (1 / 1.15, "4")):
-        shift = place(10**low * factor)
-        lines.append(
-            f'<line x1="{MARGIN}" y1="{end - shift:.1f}" x2="{end}" y2="{MARGIN - shift:.1f}"'
-            f' stroke="#999" stroke-dasharray="{dash}"/>'
+def draw_plan(plan: Plan, file: Path) -> None:
+    """Raises ConfigError for a file that cannot be written."""
+    figure = _figure(10, 4.5)
+    above, below = figure.subplots(2, 1)
+    stages = [(stage.stage, stage.us.value) for stage in plan.stages]
+    _stacked(above, stages, "us of one MoE layer, both micro-batches, as if nothing overlapped")
+    memory = [(part.name, part.bytes / GIB) for part in plan.memory.parts]
+    free = max(plan.memory.headroom_bytes, 0) / GIB
+    _stacked(below, [*memory, ("latent cache", free)], "GiB of one rank")
+    _save(figure, file)
+
+
+def _stacked(axes: "Axes", segments: list[tuple[str, float]], label: str) -> None:
+    left = 0.0
+    for index, (name, size) in enumerate(segments):
+        axes.barh(0, size, left=left, color=f"C{index}", hatch="//" if index > 9 else "",
+                  label=f"{name} {size:,.1f}")  # fmt: skip
+        left += size
+    axes.set(xlabel=label, xlim=(0, left), yticks=[])
+    axes.legend(fontsize="x-small", ncols=2, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _figure(width: float, height: float) -> "Figure":
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _save(figure: "Figure", file: Path) -> None:
+    known = figure.canvas.get_supported_filetypes()
+    if file.suffix.lstrip(".") not in known:
+        names = ", ".join(f".{name}" for name in sorted(known))
+        raise ConfigError(
+            [Problem("plot", str(file), f"a name that ends in {names}", "Rename it.")]
         )
-    for power in range(low, high + 1):
-        at = place(10.0**power)
-        lines.append(
-            f'<text x="{MARGIN + at:.1f}" y="{end + 16}" text-anchor="middle">1e{power}</text>'
-        )
-        lines.append(
-            f'<text x="{MARGIN - 6}" y="{end - at + 4:.1f}" text-anchor="end">1e{power}</text>'
-        )
-    return "\n".join(lines)
+    figure.savefig(file)

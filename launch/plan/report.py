@@ -5,8 +5,7 @@ from collections.abc import Sequence
 from rich.console import Console
 from rich.table import Table
 
-from launch.plan.fit import excluded
-from launch.plan.targets import DECODE, PREFILL
+from launch.plan.targets import DECODE, PREFILL, excluded
 from launch.plan.validate import KINDS, Outcome, leave_one_source_out, median_error
 
 
@@ -15,7 +14,8 @@ def print_report(console: Console) -> None:
     console.print(
         "Each source is predicted by a fit that has seen no record of it; errors are of the time,"
         " predicted relative to published. The form of the model was chosen in sight of these"
-        " records; imbalances are published ones (balance.py) and are not fitted.\n"
+        " records; imbalances are published ones (balance.py) and are not fitted. Where it is"
+        " worst, and why: docs/plan.md.\n"
     )
     console.print(_by_source(outcomes), "")
     console.print(_records([o for o in outcomes if o.target.kind in (DECODE, PREFILL)]), "")
@@ -39,11 +39,12 @@ def _errors(outcomes: Sequence[Outcome]) -> tuple[str, ...]:
 
 
 def _records(outcomes: Sequence[Outcome]) -> Table:
-    table = _table("Whole steps", "source", "record", "published", "predicted", "error", "assumed")
+    table = _table("Whole steps", "source", "record", "published", "predicted", "error")
     for o in sorted(outcomes, key=lambda o: (o.target.kind, o.target.group)):
+        assumed = f" ({o.target.note})" if o.target.note else ""
         table.add_row(
-            o.target.group, o.target.what, f"{o.target.published:,.1f}", f"{o.predicted:,.1f}",
-            f"{o.error:+.0%}", o.target.note,
+            o.target.group, o.target.what + assumed, f"{o.target.published:,.1f}",
+            f"{o.predicted:,.1f}", f"{o.error:+.0%}",
         )  # fmt: skip
     return table
 
@@ -58,5 +59,6 @@ def _not_compared() -> Table:
 def _table(title: str, *headings: str) -> Table:
     table = Table(title=title, title_justify="left")
     for heading in headings:
-        table.add_column(heading, overflow="fold")
+        is_number = heading in ("published", "predicted", "error", "records", "median")
+        table.add_column(heading, justify="right" if is_number else "left")
     return table

@@ -4,14 +4,17 @@ A record becomes a ``Target``, or it is excluded with a reason that the report p
 looks at how well a prediction does.
 """
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 from launch.plan.balance import imbalance
 from launch.plan.cards import Card, cards, fabrics
+from launch.plan.exclusions import reason_against
 from launch.plan.kernels import Parameters, product
 from launch.plan.layer import Batch, Deployment, attention_stages, experts, gate, mlp
-from launch.plan.published import Product, Record, group_of, products
+from launch.plan.published import Product, Record, group_of, products, records
 from launch.plan.step import step_time
 from moe_ep.config import ModelConfig
 from moe_ep.progress import Stage
@@ -43,6 +46,18 @@ def deepseek() -> ModelConfig:
     return ModelConfig.from_path("deepseek-v3")
 
 
+@cache
+def comparable() -> tuple[Target, ...]:
+    found = (target(record) for record in records())
+    return (*product_targets(), *(item for item in found if isinstance(item, Target)))
+
+
+def excluded() -> list[tuple[str, str, int]]:
+    """Group, reason and number of records that are not compared."""
+    reasons = ((r.group, answer) for r in records() if isinstance(answer := target(r), str))
+    return [(group, reason, n) for (group, reason), n in Counter(reasons).items()]
+
+
 def product_targets() -> list[Target]:
     source, name, rows = products()
     card = cards()[name]
@@ -67,7 +82,7 @@ def product_targets() -> list[Target]:
 
 def target(record: Record) -> Target | str:
     """The target, or why there is none."""
-    if reason := _excluded(record):
+    if reason := reason_against(record):
         return reason
     card = cards()[_card_name(record)]
     if record.metric in ("dispatch_us", "combine_us"):
@@ -85,58 +100,6 @@ def _card_name(record: Record) -> str:
     if "on CX7" in record.note:
         return "h100"
     return record.gpu.lower().split("/")[-1].split("-")[0]
-
-
-_SOURCES_OF_OTHERS = {
-    "ROCm/mori": "other hardware",
-    "arXiv": "other hardware, or another model",
-    "uccl": "another exchange library",
-    "TensorRT-LLM": "another exchange library, or NVFP4",
-    "trtllm": "another exchange library, or NVFP4",
-    "pegainfer": "GLM-5.2, K2.5 INT4 or K3: attention or weights this engine does not have",
-    "llm-d blog 2026": "GLM-5.2: sparse attention",
-    "llm-d blog v0.5": "neither batch nor context is published",
-    "LongCat": "another model",
-    "InferenceX": "tensor parallelism, or NVFP4",
-    "tenstorrent": "tensor parallelism",
-    "moe_ep_benchmark": "a fused kernel for dispatch, experts and combine",
-    "49636": "a fused kernel for dispatch, experts and combine",
-    "DeepGEMM PR": "a fused kernel for dispatch, experts and combine, or another model",
-    "pics/decode.png": "read off a picture without a batch, on an axis without labels",
-    '"before" picture': "read off a picture that states neither batch nor EP size",
-    "ebfe47e": "superseded: the same kernels before they used NVLink",
-    "day_6": "fleet average: no batch is published",
-    "restating Day-6": "fleet average: no batch is published",
-}
-
-
-def _excluded(record: Record) -> str | None:
-    for part, reason in _SOURCES_OF_OTHERS.items():
-        if part in record.source:
-            return reason
-    checks = (
-        ("NVFP4" in record.dtype or "nvfp4" in record.dtype, "NVFP4 weights"),
-        ("power_law" in record.note, "skewed routing; the slowest rank's load is not published"),
-        (record.unit == "GB/s" or "gbps" in record.metric, "a bandwidth without its byte count"),
-        ("untuned fabric" in record.note, "marked as an untuned fabric"),
-        (", 12 SMs" in record.note or (", 20 SMs" in record.note and record.ep != 8),
-         "fewer SMs than DeepEP's tuned configs"),
-        ("pplx on" in record.note or "EFA" in record.gpu, "another exchange library or fabric"),
-        ("on CX7" in record.note and record.ep == 8, "NVLink only, on a card that is not stated"),
-        ("quoting deepseek-ai/profile-data" in record.source and record.phase == "decode",
-         "tokens accepted per step are not published; the step itself is another record"),
-        (record.metric == "decode_step_ms" and record.quality == "derived",
-         "derived from another record of the same source"),
-        ("transfer, overlapped" in record.note or "inside the profile" in record.note,
-         "measured inside an overlapped step, with the waiting"),
-        (record.source.endswith("reporter.md") and record.metric.startswith("decode_tok"),
-         "tokens accepted per step are not published; the step itself is another record"),
-        ("MTP 2 draft steps" in record.note, "tokens accepted per step are not published"),
-        ("gb200-part" in record.source and record.phase == "decode", "no batch is published"),
-        ("2026-0" in record.source, "NVFP4 weights, or no batch is published"),
-        (record.metric == "layers_ms", "part of another record of the same trace"),
-    )  # fmt: skip
-    return next((reason for is_so, reason in checks if is_so), None)
 
 
 def _deployment(record: Record, card: Card, *, num_slots: int, x: float = 1.0) -> Deployment:
@@ -163,13 +126,22 @@ def _made(record: Record, card: Card, kind: str, predict: Callable[[Parameters],
         kind=kind,
         group=record.group,
         family=card.family,
-        table=f"{record.source} {record.metric}{mode}",
-        what=f"{record.metric}{mode} {record.gpu}: {size}batch {tokens}{context}{overlap}",
+        table=record.source if kind == KERNEL else f"{record.source} {record.metric}{mode}",
+        what=f"{_SHORT.get(record.metric, record.metric)}{mode} {record.gpu}: {size}"
+        f"batch {tokens}{context}{overlap}",
         published=record.value,
         unit=record.unit,
         predict=predict,
         note=note,
     )
+
+
+_SHORT = {
+    "decode_tok_s_per_gpu": "decode tok/s",
+    "decode_step_ms": "decode ms",
+    "prefill_tok_s_per_gpu": "prefill tok/s",
+    "prefill_step_ms": "prefill ms",
+}
 
 
 def _exchange(record: Record, card: Card) -> Target:
@@ -225,7 +197,7 @@ _KERNELS: dict[str, _Predict] = {
 
 
 def _decode(record: Record, card: Card) -> Target | str:
-    requests, queries, accepted, note = _speculation(record)
+    requests, queries, accepted, drafts, note = _speculation(record)
     if requests is None or (record.context is None and record.quality != "figure"):
         return "no batch or no context is published"
     ep = record.ep or 1
@@ -233,7 +205,7 @@ def _decode(record: Record, card: Card) -> Target | str:
     slots = 256 // ep if is_profile or ep < 32 else SLOTS_WITH_REDUNDANCY // ep
     x = 1.0 if is_profile else imbalance(ep, is_balanced=True)
     d = _deployment(record, card, num_slots=slots, x=x)
-    batch = Batch("decode", requests * queries, record.context or 5120, queries)
+    batch = Batch("decode", requests * queries, record.context or 5120, queries, drafts)
     if record.metric == "decode_step_ms":
         return _made(record, card, DECODE, lambda p: step_time(d, batch, p).step_us / 1e3, note)
     return _made(
@@ -242,21 +214,24 @@ def _decode(record: Record, card: Card) -> Target | str:
     )  # fmt: skip
 
 
-def _speculation(record: Record) -> tuple[float | None, float, float, str]:
-    """Requests per GPU, query tokens and accepted tokens of each per step, and what was assumed."""
+def _speculation(record: Record) -> tuple[float | None, float, float, int, str]:
+    """Requests per GPU, query tokens and accepted tokens of each per step, passes of a draft layer,
+    and what was assumed."""
     tokens = record.tokens
     if "EPLB figure" in record.source:
-        return 92.5, 2.0, 1.0, "requests and context of the report's other record, 2 query tokens"
+        note = "requests and context of the report's other record, 2 query tokens"
+        return 92.5, 2.0, 1.0, 1, note
     if tokens is None:
-        return None, 1.0, 1.0, ""
+        return None, 1.0, 1.0, 0, ""
     if record.group == "DeepSeek profile":
-        return tokens / 2, 2.0, 1.0, ""
+        return tokens / 2, 2.0, 1.0, 0, ""
     if "simulated MTP" in record.note:
-        return tokens, 2.0, 1.6, "1.6 accepted tokens, as the post assumes"
+        return tokens, 2.0, 1.6, 0, "1.6 accepted tokens, as the post assumes; no draft layer"
     if record.group == "Ant Group H20":
         accepted = 1.92 if tokens == 32 else 1.85
-        return tokens, 2.0, accepted, f"{accepted} accepted tokens, as the post has it at EP16"
-    return tokens, 1.0, 1.0, "288 slots assumed" if record.group == "vLLM H200" else ""
+        note = f"{accepted} accepted tokens, as at EP16; single-batch overlap not modelled"
+        return tokens, 2.0, accepted, 1, note
+    return tokens, 1.0, 1.0, 0, "288 slots assumed" if record.group == "vLLM H200" else ""
 
 
 def _prefill(record: Record, card: Card) -> Target | str:
@@ -264,6 +239,7 @@ def _prefill(record: Record, card: Card) -> Target | str:
         return "no prompt length is published"
     ep = record.ep or 1
     note = "" if record.tokens else f"{ASSUMED_PREFILL_TOKENS} tokens per step assumed"
+    note += "" if record.tbo is not None else ", no overlap assumed"
     tokens = record.tokens or ASSUMED_PREFILL_TOKENS
     is_even = record.group == "DeepSeek profile" or "perfect" in record.note
     slots = (SLOTS_WITH_REDUNDANCY if ep >= 32 else 256) // ep

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
-from launch.plan.fit import comparable, fit, log_ratio
-from launch.plan.parameters import Range, quantile
-from launch.plan.targets import DECODE, EXCHANGE, KERNEL, PREFILL, Target
+from launch.plan.kernels import Parameters
+from launch.plan.parameters import Range, quantile, without
+from launch.plan.targets import DECODE, EXCHANGE, KERNEL, PREFILL, Target, comparable
 
 KINDS = (DECODE, PREFILL, KERNEL, EXCHANGE)
 
@@ -24,17 +24,17 @@ class Outcome:
 @cache
 def leave_one_source_out() -> tuple[Outcome, ...]:
     """Every comparable record, predicted by a fit that has not seen any record of its source."""
-    targets = comparable()
-    outcomes = []
-    for group in sorted({item.group for item in targets}):
-        parameters = fit(item for item in targets if item.group != group)
-        outcomes += [_outcome(item, parameters) for item in targets if item.group == group]
-    return tuple(outcomes)
+    return tuple(outcome(item, without(item.group)[item.family]) for item in comparable())
 
 
-def _outcome(item: Target, parameters: dict[str, dict[str, float]]) -> Outcome:
-    p = parameters[item.family]
+def outcome(item: Target, p: Parameters) -> Outcome:
     return Outcome(item, item.predict(p), math.expm1(log_ratio(item, p)))
+
+
+def log_ratio(item: Target, p: Parameters) -> float:
+    """Of predicted over published time; of a throughput, the other way around."""
+    ratio = math.log(item.predict(p) / item.published)
+    return -ratio if item.unit.startswith("tok/s") else ratio
 
 
 def median_error(outcomes: Sequence[Outcome]) -> float:
@@ -50,10 +50,3 @@ def error_range(outcomes: Sequence[Outcome]) -> Range:
         median_error=float(f"{median_error(outcomes):.4g}"),
         count=len(ratios),
     )
-
-
-def ranges() -> dict[str, Range]:
-    outcomes = leave_one_source_out()
-    return {
-        kind: error_range([item for item in outcomes if item.target.kind == kind]) for kind in KINDS
-    }

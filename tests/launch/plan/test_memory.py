@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from launch.plan.memory import draft_bytes
 from launch.plan.plan import make_plan
 from launch.plan.question import Question
 from moe_ep.config import EngineConfig, ModelConfig
@@ -168,6 +169,18 @@ def test_fp8_weights_of_the_library_take_what_the_plan_counts(major: int):
     first = (model.q_lora_rank or 0) + model.latent_dim
     padding = model.num_layers * (-first % 128) * model.hidden_size if major == 10 else 0
     assert held == planned.total + padding
+
+
+def test_drafts_take_a_layer_and_its_cache():
+    """README_WEIGHTS.md of DeepSeek-V3 counts 11.5e9 parameters in it, most of them in FP8."""
+    plain = make_plan(Question("deepseek-v3", gpu="h200", ep_size=8, batch=8)).memory
+    drafted = make_plan(Question("deepseek-v3", gpu="h200", ep_size=8, batch=8, mtp_tokens=1))
+    sizes = {part.name: part.bytes for part in drafted.memory.parts}
+    assert drafted.memory.cache_bytes_per_token == plain.cache_bytes_per_token * 62 // 61
+    d = drafted.setting.deployment
+    whole = draft_bytes(replace(d, num_slots=256, ep_size=1))
+    assert whole == pytest.approx(11.5e9, rel=0.03)
+    assert sizes["draft layer"] == draft_bytes(d) < whole / 6
 
 
 def test_what_does_not_fit_is_said():

@@ -30,11 +30,6 @@ def deployment(card: str, ep_size: int, **changes) -> Deployment:
     )
 
 
-def decode_us(card: str, ep_size: int, tokens: int, *, overlap: bool, context: int = 4096) -> float:
-    d = deployment(card, ep_size, overlap=overlap)
-    return step_time(d, Batch("decode", tokens, context), HOPPER).step_us
-
-
 @pytest.mark.parametrize(("value_bytes", "operations"), [(2, 240), (1, 484)])
 def test_operations_per_byte_of_absorbed_decode(value_bytes: int, operations: int):
     """The card whose ratio of compute to bandwidth makes both bounds equal has that ratio."""
@@ -59,38 +54,63 @@ def test_absorbed_scores_cost_more_than_expanded_ones():
 
 
 def test_a_decode_expert_needs_about_300_tokens_to_leave_the_bound_of_reading_its_weights():
-    """With ideal kernels the two times meet where the rows are operations per byte, halved."""
+    """Peak over bandwidth, halved, is 295 rows on H100. A tile has 128 rows, so that 257 rows cost
+    the arithmetic of 384: with ideal kernels the two times cross as soon as a third tile begins."""
     card = cards()["h100"]
+    assert card.fp8_flops / card.memory_bytes_per_s / 2 == pytest.approx(295, abs=1)
     ideal = HOPPER | {"launch_us": 0.0, "gemm_prologue_k": 0.0, "gemm_sm_tflops": 1e9,
-                      "grouped_memory": 1.0}  # fmt: skip
-    bounds = {
-        rows: product(card, ideal, m=rows, n=4096, k=7168, groups=64).bound
-        for rows in range(64, 1025, 64)
-    }
-    first = min(rows for rows, bound in bounds.items() if bound == "compute")
-    assert 192 <= first <= 384
+                      "gemm_memory": 1.0}  # fmt: skip
+
+    def bound(rows: int) -> str:
+        return product(card, ideal, m=rows, n=4096, k=7168, groups=64).bound
+
+    assert [bound(rows) for rows in (64, 128, 256)] == ["memory"] * 3
+    assert [bound(rows) for rows in (257, 320, 512)] == ["compute"] * 3
+
+
+def exchange_over_computing(ep_size: int, tokens: int, context: int) -> float:
+    layer = step_time(deployment("h800", ep_size), Batch("decode", tokens, context), HOPPER).layer
+    exchange = layer[Stage.DISPATCH_WAIT].us + layer[Stage.COMBINE_WAIT].us
+    return exchange / (sum(cost.us for cost in layer.values()) - exchange)
 
 
 @pytest.mark.parametrize("ep_size", [64, 128])
-def test_the_exchange_takes_as_long_as_computing_at_large_ep(ep_size: int):
-    layer = step_time(deployment("h800", ep_size), Batch("decode", 128, 4096), HOPPER).layer
-    exchange = layer[Stage.DISPATCH_WAIT].us + layer[Stage.COMBINE_WAIT].us
-    computing = sum(cost.us for cost in layer.values()) - exchange
-    assert exchange > 0.8 * computing
-    assert exchange > sum(cost.us for s, cost in layer.items() if s in (Stage.EXPERTS, Stage.GATE))
+def test_the_exchange_takes_as_long_as_computing_or_longer_from_ep_64_on(ep_size: int):
+    """At 2K; with more context attention grows and the exchange does not, so that at 4K it takes
+    256 tokens, and at 16K no batch is enough. At EP 32 the rule does not hold yet."""
+    assert exchange_over_computing(ep_size, 128, 2048) > 1
+    assert exchange_over_computing(ep_size, 256, 2048) > 1.2
+    assert exchange_over_computing(ep_size, 256, 4096) > 0.9
+    assert exchange_over_computing(ep_size, 256, 16384) < 0.6
+    assert exchange_over_computing(32, 128, 2048) < 0.9
 
 
-def test_overlap_pays_at_large_batch_and_loses_at_small():
-    """Published at EP72: -27 % at 32 tokens, even between 64 and 128, +25 to +36 % at 256."""
+def test_exchange_and_computing_of_the_published_profile():
+    """187 and 394 us of exchange, 569 us of everything else (H800, EP 128, 128 tokens, 4K): as long
+    as each other. The profile's kernels ran beside an exchange, those here alone."""
+    assert exchange_over_computing(128, 128, 4096) == pytest.approx((187 + 394) / 569, rel=0.15)
 
-    def gain(tokens: int) -> float:
-        return decode_us("h100", 64, tokens, overlap=False) / decode_us(
-            "h100", 64, tokens, overlap=True
+
+def test_overlap_pays_where_exchange_is_about_computing_and_loses_at_small_batch():
+    """Published for 96 H100, of which 72 decode with 288 slots: 27 % less at 32 tokens, even
+    between 64 and 128, 25 % more at 256 (2,785 over 2,222 tokens/s), 36 % more at 128 requests of 2
+    tokens and 4,000 of context (2,194 over 1,616)."""
+
+    def gain(tokens: int, context: int = 2000, queries: int = 1) -> float:
+        batch = Batch("decode", tokens, context, queries)
+        d = replace(deployment("h100", 64), ep_size=72, imbalance=1 / 0.81)
+        plain, overlapped = (
+            step_time(replace(d, overlap=overlap), batch, HOPPER).step_us
+            for overlap in (False, True)
         )
+        return plain / overlapped
 
-    assert gain(16) < 1.0
-    assert gain(256) > 1.2
-    assert gain(16) < gain(64) < gain(256)
+    assert gain(32) == pytest.approx(1 - 0.27, rel=0.2)
+    assert gain(32) < 0.9
+    assert gain(64) == pytest.approx(1.0, abs=0.1)
+    assert gain(128) > 1.1
+    assert gain(256) == pytest.approx(2785 / 2222, rel=0.15)
+    assert gain(256, 4000, 2) == pytest.approx(2194 / 1616, rel=0.15)
 
 
 def test_two_micro_batches_hide_at_most_one_of_exchange_and_computing():
