@@ -11,6 +11,7 @@ from attention.base import (
     AttentionBatch,
     AttentionPlan,
     AttentionSpec,
+    StaticPlan,
 )
 from attention.latent_cache import LatentCache
 from attention.mla import MLA
@@ -23,7 +24,9 @@ __all__ = [
     "AttentionPlan",
     "AttentionSpec",
     "LatentCache",
+    "StaticPlan",
     "attention_backend_names",
+    "attention_capture_problem",
     "attention_problem",
     "create_attention",
 ]
@@ -71,6 +74,11 @@ def attention_problem(name: str, spec: AttentionSpec) -> str | None:
     except ImportError as error:
         return f"its library cannot be imported: {error}"
     return backend.supports(spec)
+
+
+def attention_capture_problem(name: str) -> str | None:
+    """None when decodes of the named backend can be captured as graphs, else why not."""
+    return _BACKENDS[name]().capture_problem()
 
 
 def create_attention(

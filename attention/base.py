@@ -69,6 +69,27 @@ class AttentionPlan:
     num_decode_tokens: int
 
 
+class StaticPlan(ABC):
+    """What captured decode steps attend to: tensors that stay where they are and change content.
+
+    Made for B requests with one new token each.
+    """
+
+    @abstractmethod
+    def update(self, batch: AttentionBatch) -> None:
+        """Take over a step's decodes, one new token each, at most B of them; there are no prefills.
+
+        What comes after them in the step is padding, for which nothing of the cache is read.
+        """
+
+    @abstractmethod
+    def plan(self) -> AttentionPlan:
+        """A plan of B decode tokens over these tensors, for one forward pass; results of padding
+        are unspecified. Call it where the pass is captured: what the device computes once per pass
+        is captured with it, and not what an earlier pass has computed.
+        """
+
+
 class AttentionBackend(ABC):
     """Runs the attention core of every layer over a plan made once per step."""
 
@@ -88,6 +109,18 @@ class AttentionBackend(ABC):
         Cache positions past a request's context and new tokens, entries of its block table past
         the blocks these need, and blocks of nobody are never read: they may hold NaN.
         """
+
+    @classmethod
+    def capture_problem(cls) -> str | None:
+        """None when decodes over a static plan can be captured as a graph, else why not."""
+        return "its plans and products depend on lengths that the host knows"
+
+    def static_plan(self, *, num_requests: int, max_blocks: int, num_blocks: int) -> StaticPlan:
+        """Where ``capture_problem`` gives none: for B = num_requests, all of them padding at first.
+
+        max_blocks: most cache blocks of a request. num_blocks: most of all requests together.
+        """
+        raise NotImplementedError(self.capture_problem())
 
     @abstractmethod
     def decode(self, *, q: torch.Tensor, cache: torch.Tensor, plan: Any) -> torch.Tensor:

@@ -3,7 +3,8 @@
 The library ends the process on some inputs that its argument checks let through, so ``supports``
 refuses them first. Its schedule of a step is an object that the first layer's call fills, on the
 device, from the lengths of the step, and that it would use again for other lengths without a word:
-here every plan makes its own, which all layers of the step share.
+here every plan makes its own, which all layers of the step share. In a captured step the first
+layer's call is captured with what fills it, so every replay computes it anew from its own lengths.
 
 Shape letters: D decode tokens, b requests of a call, s query tokens of each, N heads.
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 
-from attention.base import BLOCK_SIZE, AttentionBatch, AttentionSpec
+from attention.base import BLOCK_SIZE, AttentionBatch, AttentionSpec, StaticPlan
 from attention.torch_prefill import PrefillPlan, TorchPrefill, plan_prefills
 
 PAGE_SIZE = 64
@@ -75,6 +76,19 @@ class FlashMlaAttention(TorchPrefill):
             prefills=tuple(plan_prefills(batch, self.device)),
         )
 
+    @classmethod
+    def capture_problem(cls) -> str | None:
+        return None
+
+    def static_plan(
+        self, *, num_requests: int, max_blocks: int, num_blocks: int
+    ) -> "FlashMlaStaticPlan":
+        return FlashMlaStaticPlan(num_requests, max_blocks, self)
+
+    def new_schedule(self) -> Any:
+        """The library's object, empty; for one forward pass."""
+        return self._library.get_mla_metadata()[0]
+
     def decode(self, *, q: torch.Tensor, cache: torch.Tensor, plan: FlashMlaPlan) -> torch.Tensor:
         assert plan.calls, "this step has no decodes"
         if len(plan.calls) == 1:
@@ -104,25 +118,56 @@ class FlashMlaAttention(TorchPrefill):
         lens = batch.query_lens[: batch.num_decodes]
         requests = [request for request, count in enumerate(lens) if count == num_queries]
         lengths = [batch.context_lens[request] + num_queries for request in requests]
-        tables = [
-            batch.block_tables[request][: -(-length // PAGE_SIZE)]
-            for request, length in zip(requests, lengths, strict=True)
-        ]
-        width = max(map(len, tables))
-        padded = [table + [0] * (width - len(table)) for table in tables]
-        schedule, _ = self._library.get_mla_metadata()
+        tables = [batch.block_tables[request] for request in requests]
         return _Call(
             num_queries=num_queries,
             token_rows=None if len(requests) == len(lens) else self._token_rows(lens, requests),
-            block_table=torch.tensor(padded, dtype=torch.int32).to(self.device),
+            block_table=_block_table(tables, lengths).to(self.device),
             lengths=torch.tensor(lengths, dtype=torch.int32).to(self.device),
-            schedule=schedule,
+            schedule=self.new_schedule(),
         )
 
     def _token_rows(self, lens: list[int], requests: list[int]) -> torch.Tensor:
         """Rows of these requests' tokens among all decode tokens."""
         rows = torch.arange(sum(lens)).split(lens)
         return torch.cat([rows[request] for request in requests]).to(self.device)
+
+
+class FlashMlaStaticPlan(StaticPlan):
+    """Requests of padding have no tokens, for which the library gives zeros. Entries of the block
+    table past a request's blocks are those of earlier steps, and not read."""
+
+    def __init__(self, num_requests: int, max_blocks: int, backend: FlashMlaAttention) -> None:
+        self._backend = backend
+        options: Any = {"dtype": torch.int32, "device": backend.device}
+        self._block_table = torch.zeros(num_requests, max_blocks, **options)
+        self._lengths = torch.zeros(num_requests, **options)
+
+    def update(self, batch: AttentionBatch) -> None:
+        lengths = [context + 1 for context in batch.context_lens]
+        padding = [0] * (len(self._lengths) - len(lengths))
+        self._lengths.copy_(torch.tensor(lengths + padding, dtype=torch.int32))
+        if lengths:
+            table = _block_table(batch.block_tables, lengths)
+            self._block_table[: table.shape[0], : table.shape[1]].copy_(table)
+
+    def plan(self) -> FlashMlaPlan:
+        num_requests = len(self._lengths)
+        call = _Call(
+            num_queries=1,
+            token_rows=None,
+            block_table=self._block_table,
+            lengths=self._lengths,
+            schedule=self._backend.new_schedule(),
+        )
+        return FlashMlaPlan(num_requests, num_requests, prefills=(), calls=(call,))
+
+
+def _block_table(tables: list[list[int]], lengths: list[int]) -> torch.Tensor:
+    """int32 on the CPU, a row for each request, as wide as the most blocks that one needs."""
+    used = [table[: -(-length // PAGE_SIZE)] for table, length in zip(tables, lengths, strict=True)]
+    width = max(map(len, used))
+    return torch.tensor([row + [0] * (width - len(row)) for row in used], dtype=torch.int32)
 
 
 def _library_problem() -> str | None:

@@ -14,21 +14,15 @@ Projections are callables of the model; nothing here knows how weights are store
 
 from collections.abc import Callable
 from enum import StrEnum
-from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 
 from attention.base import AttentionBackend, AttentionPlan, AttentionSpec
 from attention.latent_cache import LatentCache
+from attention.new_tokens import Norm, Rotation, enter_tokens
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
-
-
-class Rotation(Protocol):
-    """What MLA needs of a rotary embedding: rotate ``[T, N, rope]``."""
-
-    def apply(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor: ...
 
 
 class Part(StrEnum):
@@ -54,7 +48,7 @@ class MLA:
         spec: AttentionSpec,
         backend: AttentionBackend,
         qkv: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
-        kv_a_norm: Projection,
+        kv_a_norm: Norm,
         o_proj: Projection,
         rope: Rotation,
         w_kv_b: torch.Tensor,
@@ -99,15 +93,18 @@ class MLA:
         if plan.num_tokens == 0:
             return x.new_zeros(num_padding, x.shape[1])
         enter(Part.PROJECTIONS)
-        spec = self.spec
         q, raw = self.qkv(x)
-        q_rope = q[..., spec.qk_nope_head_dim :]
-        compressed, key = raw.split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
-        # The key that all heads share turns like the queries: one call for both.
-        rotated = self.rope.apply(torch.cat([q_rope, key.unsqueeze(1)], dim=1), cos, sin)
-        q_rope.copy_(rotated[:, :-1])
-        latent = torch.cat([self.kv_a_norm(compressed), rotated[:, -1]], dim=-1)  # [n, C + rope]
-        cache.write(layer_idx, slot_mapping, latent)
+        latent = enter_tokens(
+            q[..., self.spec.qk_nope_head_dim :],
+            raw,
+            norm=self.kv_a_norm,
+            rope=self.rope,
+            cos=cos,
+            sin=sin,
+            slot_mapping=slot_mapping,
+            cache=cache,
+            layer_idx=layer_idx,
+        )
         enter(Part.CORE)
         heads = self._attend(q, latent, cache.layer(layer_idx), plan)
         enter(Part.OUTPUT)

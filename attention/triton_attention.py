@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
-from attention.base import AttentionBatch, AttentionSpec
-from attention.decode_items import DecodeItems, plan_items
+from attention.base import AttentionBatch, AttentionSpec, StaticPlan
+from attention.decode_items import DecodeItems, StaticItems, plan_items
 from attention.torch_prefill import PrefillPlan, TorchPrefill, plan_prefills
 
 
@@ -37,8 +37,38 @@ class TritonAttention(TorchPrefill):
             prefills=tuple(plan_prefills(batch, self.device)),
         )
 
+    @classmethod
+    def capture_problem(cls) -> str | None:
+        return None
+
+    def static_plan(
+        self, *, num_requests: int, max_blocks: int, num_blocks: int
+    ) -> "TritonStaticPlan":
+        return TritonStaticPlan(
+            StaticItems(
+                num_requests=num_requests,
+                max_blocks=max_blocks,
+                num_blocks=num_blocks,
+                device=self.device,
+            )
+        )
+
     def decode(self, *, q: torch.Tensor, cache: torch.Tensor, plan: TritonPlan) -> torch.Tensor:
         from attention.triton_kernels import decode
 
         assert plan.decode is not None, "this step has no decodes"
         return decode(q, cache, plan.decode, self.spec)
+
+
+class TritonStaticPlan(StaticPlan):
+    """Results of padding are not written."""
+
+    def __init__(self, static: StaticItems) -> None:
+        self._static = static
+
+    def update(self, batch: AttentionBatch) -> None:
+        self._static.update(batch)
+
+    def plan(self) -> TritonPlan:
+        items = self._static.items
+        return TritonPlan(items.num_requests, items.num_requests, prefills=(), decode=items)

@@ -22,6 +22,9 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 # Finite: an item of which a query sees nothing merges with weight 0, and not as NaN.
 MASKED = tl.constexpr(-1e30)
 LOG2_E = 1.4426950408889634
+# Few items want small tiles, for more programs. The last bound stands for more, too. Multiples of
+# 16, which is what triton specialises integers on, so that kernels are not compiled anew.
+TUNED_ITEMS = (16, 64, 256)
 
 
 def decode(
@@ -55,6 +58,7 @@ def decode(
         num_rows,
         spec.softmax_scale * LOG2_E,
         num_heads,
+        next((bound for bound in TUNED_ITEMS if num_items <= bound), TUNED_ITEMS[-1]),
         RANK=rank,
         ROPE=spec.qk_rope_head_dim,
         BLOCK_RANK=max(16, triton.next_power_of_2(rank)),
@@ -106,7 +110,7 @@ def narrow(x, dtype: tl.constexpr):
     return x.to(dtype)
 
 
-@triton.autotune(configs=_decode_configs(), key=["num_heads", "RANK", "ROPE"])
+@triton.autotune(configs=_decode_configs(), key=["num_heads", "tuned_items", "RANK", "ROPE"])
 @triton.jit
 def _decode(
     q,
@@ -126,6 +130,7 @@ def _decode(
     max_rows,
     scale,
     num_heads,
+    tuned_items,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
     BLOCK_RANK: tl.constexpr,

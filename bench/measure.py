@@ -1,4 +1,5 @@
-"""Timing for the benchmarks: samples in turns, cold caches, and the speed of reading memory.
+"""Timing for the benchmarks: samples in turns, cold caches, and what a CPU's cores can do at most:
+read memory, copy it, multiply.
 
 A candidate is a list of calls that do the same work on different memory. One round makes every call
 of every candidate once, in turns, so that a change of the machine's speed meets all of them, and so
@@ -10,12 +11,14 @@ import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import zip_longest
 
 import torch
 
 COLD_BYTES = 256 << 20  # several times the last-level cache that one rank can reach
 CHUNK_BYTES = 4 << 20
+PRODUCT_SIZE = 1024
 
 Call = Callable[[], object]
 
@@ -70,6 +73,23 @@ def memory_read_ceiling() -> float:
     samples = measure_in_turns({"sum": [chunk.sum for chunk in chunks]}, rounds=5)["sum"]
     fastest = sorted(samples.seconds)[: len(chunks)]
     return CHUNK_BYTES / statistics.median(fastest)
+
+
+def memory_copy_ceiling() -> float:
+    """Bytes read and written per second when this process's threads copy what is not cached."""
+    source = torch.ones(COLD_BYTES // CHUNK_BYTES, CHUNK_BYTES // 4).unbind()
+    target = torch.empty(len(source), CHUNK_BYTES // 4).unbind()
+    copies = [partial(to.copy_, chunk) for to, chunk in zip(target, source, strict=True)]
+    samples = measure_in_turns({"copy": copies}, rounds=5)["copy"]
+    fastest = sorted(samples.seconds)[: len(copies)]
+    return 2 * CHUNK_BYTES / statistics.median(fastest)
+
+
+def product_ceiling(dtype: torch.dtype) -> float:
+    """FLOPs per second of a square product of two matrices, the fastest of several."""
+    a, b = (torch.randn(PRODUCT_SIZE, PRODUCT_SIZE).to(dtype) for _ in range(2))
+    samples = measure_in_turns({"product": [partial(torch.mm, a, b)]}, rounds=10)["product"]
+    return 2 * PRODUCT_SIZE**3 / samples.best
 
 
 def _time(call: Call) -> float:

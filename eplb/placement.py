@@ -91,13 +91,16 @@ class Placement:
         table = self.logical_to_physical.gather(2, chosen).squeeze(-1)
         first = rank * self.num_slots_per_rank
         own_slots = torch.arange(first, first + self.num_slots_per_rank)
-        own_experts = self.physical_to_logical[:, own_slots]  # [L, S]
+        own_experts = self.of_rank(rank)
         return table.scatter_(1, own_experts, own_slots.expand_as(own_experts))
+
+    def of_rank(self, rank: int) -> torch.Tensor:
+        """int64 ``[L, S]``: the logical expert in each of the rank's slots."""
+        return self.physical_to_logical.unflatten(1, (self.num_ranks, -1))[:, rank]
 
     def local_experts(self, layer: int, rank: int) -> list[int]:
         """The logical expert in each of the rank's slots, in slot order."""
-        first = rank * self.num_slots_per_rank
-        return self.physical_to_logical[layer, first : first + self.num_slots_per_rank].tolist()
+        return self.of_rank(rank)[layer].tolist()
 
 
 def _check_shape(table: torch.Tensor, num_experts: int, num_ranks: int) -> None:

@@ -4,7 +4,16 @@ import argparse
 import importlib
 import sys
 
-BENCHMARKS = ("decode", "dispatch_combine", "gpu_report", "grouped_gemm", "mla_decode")
+BENCHMARKS = (
+    "decode",
+    "dispatch_combine",
+    "eplb",
+    "gpu_report",
+    "grouped_gemm",
+    "mla_decode",
+    "overlap",
+    "step_time",
+)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -7,7 +7,8 @@ own ``supports``, by the same function that the engine calls at start (``moe_ep.
 import argparse
 import importlib.metadata
 import platform
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from launch.flags import from_args, option_name
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     from moe_ep.engine.backends import Answer
 
+MODES = ("normal", "low_latency")
 # By the names they are imported under, which are not always those they are installed under.
 LIBRARIES = (
     "torch", "transformers", "tokenizers", "safetensors", "ray", "triton", "deep_ep", "deep_gemm",
@@ -43,14 +45,16 @@ def run(args: argparse.Namespace) -> int:
         return 1
     resolved, choices = config.resolve(model)
     device = rank_device()
-    answers = backend_answers(resolved, model, device)
+    by_mode = {
+        mode: backend_answers(replace(resolved, deepep_mode=mode), model, device) for mode in MODES
+    }
     problems: Sequence[Problem] = ()
     try:
         resolved, backends = resolve_backends(resolved, model, device)
         choices += backends
     except ConfigError as error:
         problems = error.problems
-    console.print(_choices(choices), _matrix(answers, resolved, device))
+    console.print(_choices(choices), *_matrices(by_mode, resolved, device))
     console.print(_problems(problems) if problems else "No problems: this can be started.")
     return 1 if problems else 0
 
@@ -70,14 +74,32 @@ def _problems(problems: Sequence[Problem]) -> "Table":
     return table
 
 
-def _matrix(answers: "Sequence[Answer]", config: EngineConfig, device: "torch.device") -> "Table":
-    title = f"Backends for {config.model} on {_device_name(device)}"
-    table = _table(title, "flag", "backend", "normal and low_latency mode", "chosen")
-    for answer in answers:
-        is_chosen = getattr(config, answer.setting) == answer.backend
-        can = "yes" if answer.reason is None else f"no: {answer.reason}"
-        table.add_row(option_name(answer.setting), answer.backend, can, "yes" if is_chosen else "")
-    return table
+def _matrices(
+    by_mode: "dict[str, list[Answer]]", config: EngineConfig, device: "torch.device"
+) -> "Iterator[Table]":
+    """A table for each flag that names a backend. The exchange modes have a column each where any
+    backend answers differently when steps use that mode alone."""
+    settings = dict.fromkeys(answer.setting for answers in by_mode.values() for answer in answers)
+    for setting in settings:
+        rows = [
+            answers
+            for answers in zip(*by_mode.values(), strict=True)
+            if answers[0].setting == setting
+        ]
+        columns = [f"{mode} mode" for mode in by_mode]
+        if all(len({answer.reason for answer in answers}) == 1 for answers in rows):
+            rows, columns = [answers[:1] for answers in rows], [f"{' and '.join(by_mode)} mode"]
+        title = f"{option_name(setting)} for {config.model} on {_device_name(device)}"
+        table = _table(title, "backend", *columns, "chosen")
+        for answers in rows:
+            backend = answers[0].backend
+            chosen = "yes" if getattr(config, setting) == backend else ""
+            table.add_row(backend, *map(_can, answers), chosen)
+        yield table
+
+
+def _can(answer: "Answer") -> str:
+    return "yes" if answer.reason is None else f"no: {answer.reason}"
 
 
 def _choices(choices: Sequence[Choice]) -> "Table":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from launch.benchmarks import BENCHMARKS
+from launch.eplb_tool.flags import add_place_flags, add_replay_flags
 from launch.failure import EngineDeadError
 from launch.flags import add_flags, add_sampling_flags
 from launch.launch_config import ClusterConfig, ServerConfig
@@ -53,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="moe-ep", description="Expert-parallel inference for MLA mixture-of-experts models."
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_demo, _generate, _serve, _run_batch, _check, _plan, _bench):
+    for add in (_demo, _generate, _serve, _run_batch, _check, _plan, _eplb, _bench):
         add(commands)
     return parser
 
@@ -118,6 +119,17 @@ def _check(commands: Any) -> None:
 def _plan(commands: Any) -> None:
     help = "Say what will fit and how fast a step will be, before anyone rents a GPU."
     add_plan_flags(_command(commands, "plan", "launch.plan.run", help))
+
+
+def _eplb(commands: Any) -> None:
+    help = "Say from recorded loads whether re-placing experts would help, and place them."
+    tools = commands.add_parser("eplb", help=help, description=help).add_subparsers(
+        metavar="TOOL", required=True
+    )
+    help = "Run recorded loads, window by window, through placements with and without EPLB."
+    add_replay_flags(_command(tools, "replay", "launch.eplb_tool.replay", help))
+    help = "Write a placement for --init-expert-location."
+    add_place_flags(_command(tools, "place", "launch.eplb_tool.place", help))
 
 
 def _bench(commands: Any) -> None:

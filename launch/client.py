@@ -7,7 +7,7 @@ dead or failed rank is noticed within seconds even when no request is running.
 import asyncio
 import logging
 import random
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,6 +22,7 @@ from launch.topology import TopologyRow, topology_table
 from moe_ep.config import EngineConfig, validate
 from moe_ep.engine.admission import AdmissionLimits, admission_error
 from moe_ep.engine.request import EngineRequest, FinishReason, SamplingParams, StepOutput
+from moe_ep.engine.step_times import RankTimes, StepJoin
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -53,7 +54,8 @@ class EngineClient:
 
     config: what runs, but for what each rank settles (see its info): backends, cache blocks.
     tokenizer: None when the checkpoint has none. infos: each rank's account of what it loaded, in
-    rank order. error: why the engine is dead, None while it is well.
+    rank order. error: why the engine is dead, None while it is well. on_step: told of every
+    recorded step, with the times of all ranks.
     """
 
     def __init__(
@@ -69,6 +71,8 @@ class EngineClient:
         self.tokenizer: PreTrainedTokenizerBase | None = load_tokenizer(self.config.tokenizer)
         self.infos: list[EngineInfo] = []
         self.error: EngineDeadError | None = None
+        self.on_step: Callable[[list[RankTimes]], None] = lambda times: None
+        self._steps = StepJoin(config.ep_size)
         self._given_config = config  # each rank resolves it and logs its choices
         self._engine = engine
         self._watchdog_s = config.watchdog_timeout_s
@@ -159,8 +163,7 @@ class EngineClient:
         return self._stream(EngineRequest(request_id, tuple(prompt_token_ids), params))
 
     def abort(self, request_id: str) -> None:
-        """End a request early: its iterator gets a last output with ABORT. An unknown id is no
-        error, since the request may just have finished."""
+        """End a request: its iterator gets a last ABORT. An unknown id may just have ended."""
         entry = self._forget(request_id)
         if entry is not None:
             self._ranks.send(entry.rank, "abort", [request_id])
@@ -168,8 +171,13 @@ class EngineClient:
 
     async def status(self) -> "list[RankStatus]":
         """Where every rank stands, in rank order; EngineDeadError when the engine is dead."""
+        return await self.ask_all("status")
+
+    async def ask_all(self, method: str, *args: Any) -> list[Any]:
+        """The method of every rank's actor, in rank order; a failure is one of the engine."""
         self._raise_if_dead()
-        return list(await asyncio.gather(*(self._ask(r, "status") for r in range(len(self.rows)))))
+        calls = (self._ask(rank, method, *args) for rank in range(len(self.rows)))
+        return list(await asyncio.gather(*calls))
 
     async def shutdown(self) -> None:
         """End requests, ranks, and a Ray that was started here. May be called twice."""
@@ -226,6 +234,8 @@ class EngineClient:
             if output.finish_reason is not None:
                 self._forget(output.request_id)
             entry.queue.put_nowait(output)
+        for times in self._steps.add(rank, report.records):
+            self.on_step(times)
         if report.status is not None:
             self._check_progress(rank, report.status)
 

@@ -17,7 +17,10 @@ ConfigT = TypeVar("ConfigT")
 
 # Of each config: the heading of its flags, and which commands take them.
 SECTIONS: dict[type, tuple[str, str]] = {
-    EngineConfig: ("Engine", "All commands but `demo` and `bench` take these."),
+    EngineConfig: (
+        "Engine",
+        "All commands but `demo` and `plan` take these; of the benchmarks, `step-time` does.",
+    ),
     ClusterConfig: ("Cluster", "All commands that start an engine take this."),
     ServerConfig: ("Service", "`serve` takes these."),
 }

@@ -33,6 +33,11 @@ class ServerConfig:
     max_body_bytes: int = flag(
         16 * 2**20, help="Largest request body; a larger one is answered with 413."
     )
+    expert_distribution_recorder_dir: str = flag(
+        "/tmp",
+        help="Directory of the files that /dump_expert_distribution_record writes.",
+        sglang="SGLANG_EXPERT_DISTRIBUTION_RECORDER_DIR",
+    )
     request_timeout_s: float = flag(
         3600.0, help="Seconds after which a request is aborted and answered with 504."
     )

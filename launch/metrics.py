@@ -3,12 +3,19 @@
 import time
 from collections.abc import Sequence
 
+import numpy as np
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from launch.eplb_metrics import EplbMetrics
 from moe_ep.engine.engine import RankStatus
+from moe_ep.engine.step_times import WAITS, Kind, RankTimes
+from moe_ep.recorder import STAGES
 
 # Seconds; from a decode step of a few ms to a queue of minutes.
 LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 180)
+# Seconds; from the norms of a small model's step to all of a large prefill.
+STAGE_BUCKETS = (1e-5, 3e-5, 1e-4, 3e-4, 1e-3, 3e-3, 0.01, 0.03, 0.1, 0.3, 1, 3)
+SHARE_BUCKETS = (0.01, 0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.7, 0.9)
 
 
 class Metrics:
@@ -24,6 +31,20 @@ class Metrics:
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to first token")
         self.tpot = self._histogram("time_per_output_token_seconds", "Mean gap between tokens")
+        self.step = self._histogram("step_seconds", "Recorded steps, per rank", STAGE_BUCKETS)
+        self.stages = Histogram(
+            "moe_ep_step_stage_seconds",
+            "A stage's work, transfer or skew in one recorded step of one rank, all layers",
+            ["stage", "kind"],
+            buckets=STAGE_BUCKETS,
+            registry=self.registry,
+        )
+        self.exposed = self._histogram(
+            "step_exposed_communication_ratio",
+            "Share of a recorded step that a rank waited for others",
+            SHARE_BUCKETS,
+        )
+        self._eplb = EplbMetrics(self.registry)
         self._gauges = {
             "num_running": self._gauge("num_requests_running", "Requests taking part in steps"),
             "num_waiting": self._gauge("num_requests_waiting", "Requests waiting for a place"),
@@ -36,7 +57,20 @@ class Metrics:
         for status in ranks:
             for field, gauge in self._gauges.items():
                 gauge.labels(rank=status.rank).set(getattr(status, field))
+        self._eplb.set(ranks)
         return generate_latest(self.registry)
+
+    def observe_step(self, ranks: Sequence[RankTimes]) -> None:
+        """Count one recorded step of all ranks."""
+        for times in ranks:
+            self.step.observe(times.total_s)
+            self.exposed.observe(times.exposed_share)
+            seconds = times.table().sum(axis=0)  # [stages, kinds]
+            for code in np.unique(times.record.stages):
+                stage = STAGES[code]
+                for kind in (Kind.SKEW, Kind.TRANSFER) if stage in WAITS else (Kind.WORK,):
+                    labels = {"stage": stage.replace(" ", "_"), "kind": kind.name.lower()}
+                    self.stages.labels(**labels).observe(seconds[code, kind])
 
     def clock(self) -> "TokenClock":
         return TokenClock(self)
@@ -44,8 +78,10 @@ class Metrics:
     def _counter(self, name: str, text: str) -> Counter:
         return Counter(f"moe_ep_{name}", text, registry=self.registry)
 
-    def _histogram(self, name: str, text: str) -> Histogram:
-        return Histogram(f"moe_ep_{name}", text, buckets=LATENCY_BUCKETS, registry=self.registry)
+    def _histogram(
+        self, name: str, text: str, buckets: Sequence[float] = LATENCY_BUCKETS
+    ) -> Histogram:
+        return Histogram(f"moe_ep_{name}", text, buckets=buckets, registry=self.registry)
 
     def _gauge(self, name: str, text: str) -> Gauge:
         return Gauge(f"moe_ep_{name}", text, ["rank"], registry=self.registry)

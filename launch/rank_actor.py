@@ -22,8 +22,10 @@ from moe_ep.engine.request import EngineRequest, StepOutput
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
+    from eplb.loads import SlotRecords
     from moe_ep.engine.engine import Engine, EngineInfo, RankStatus
     from moe_ep.engine.world import World
+    from moe_ep.recorder import StepRecord
 
 ENGINE = "moe_ep.engine.engine:Engine"
 
@@ -46,10 +48,12 @@ class RankStart:
 
 
 class RankReport(NamedTuple):
-    """Answer to a poll. status: where the rank stands, None if the last one is still fresh."""
+    """Answer to a poll. status: where the rank stands, None if the last one is still fresh.
+    records: of the steps that were recorded since the last answer."""
 
     outputs: list[StepOutput]
     status: "RankStatus | None"
+    records: "list[StepRecord]"
 
 
 class RankActor:
@@ -123,14 +127,21 @@ class RankActor:
         """Outputs as soon as there are some, at the latest after ``timeout_s``. One caller only."""
         engine = self._started()
         outputs = engine.poll(timeout_s)
+        records = engine.take_records()
         if outputs and time.monotonic() < self._next_status_s:
-            return RankReport(outputs, None)
+            return RankReport(outputs, None, records)
         self._next_status_s = time.monotonic() + _STATUS_INTERVAL_S
-        return RankReport(outputs, engine.status())
+        return RankReport(outputs, engine.status(), records)
 
     def status(self) -> "RankStatus | None":
         """Where the rank stands; None before it has started."""
         return None if self._engine is None else self._engine.status()
+
+    def record_loads(self, is_on: bool) -> None:
+        self._started().record_loads(is_on)
+
+    def load_records(self) -> "SlotRecords":
+        return self._started().load_records()
 
     def stop(self, timeout_s: float) -> bool:
         """End the loop together with the other ranks; whether it ended within ``timeout_s``."""

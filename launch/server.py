@@ -23,6 +23,7 @@ from starlette.requests import ClientDisconnect
 
 from launch.api_error import ApiError, internal_error
 from launch.completions import Completions
+from launch.expert_records import ExpertRecords, eplb_health
 from launch.flags import from_args
 from launch.http_io import EventStream, error_response, json_response, read_body, until_disconnect
 from launch.launch_config import ClusterConfig, ServerConfig
@@ -33,6 +34,7 @@ from moe_ep.config import EngineConfig
 
 if TYPE_CHECKING:
     from launch.client import EngineClient
+    from moe_ep.engine.engine import RankStatus
 
 logger = logging.getLogger(__name__)
 
@@ -78,17 +80,24 @@ class _Endpoints:
 
     async def health(self) -> Response:
         self._service.check_alive()
-        return json_response({"status": "ok"})
+        detail = {}
+        if self._service.client.config.enable_eplb:
+            detail = {"eplb": eplb_health(await self._statuses())}
+        return json_response({"status": "ok"} | detail)
 
     async def metrics(self) -> Response:
         """The ranks' gauges keep their last values while the ranks do not answer."""
-        ranks = []
+        text = self._service.metrics.render(await self._statuses())
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    async def _statuses(self) -> "list[RankStatus]":
+        """Empty while the ranks do not answer."""
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
-                ranks = await self._service.client.status()
+                return await self._service.client.status()
         except (TimeoutError, RuntimeError) as error:
-            logger.warning("no status from the ranks for /metrics: %s", error)
-        return Response(self._service.metrics.render(ranks), media_type=CONTENT_TYPE_LATEST)
+            logger.warning("no status from the ranks: %s", error)
+            return []
 
     async def _counted(self, http: Request, kind: type[GenerationRequest]) -> Response:
         try:
@@ -192,10 +201,13 @@ def make_server(client: "EngineClient", config: ServerConfig) -> Server:
     """The service over a loaded engine."""
     engine = client.config
     max_open = engine.max_num_seqs * engine.ep_size + config.max_queued_requests
-    service = Completions(client, Metrics(), max_open=max_open)
+    metrics = Metrics()
+    client.on_step = metrics.observe_step
+    service = Completions(client, metrics, max_open=max_open)
     app = make_app(
         service, max_body_bytes=config.max_body_bytes, timeout_s=config.request_timeout_s
     )
+    ExpertRecords(client, config.expert_distribution_recorder_dir).add_routes(app)
     return Server(app, config.shutdown_timeout_s)
 
 

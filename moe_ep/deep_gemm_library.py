@@ -14,19 +14,20 @@ import importlib
 from types import ModuleType
 
 import torch
-import torch.nn.functional as F
 
 from moe_ep.fp8 import (
     BLOCK,
     FP8,
+    ScaleFormat,
     ceil_to_power_of_two,
     dequantize_blocks,
+    new_scales,
     num_blocks,
+    pack_exponents,
     quantize_blocks,
-    quantize_rows,
+    to_columns,
 )
-
-ROWS_PER_16_BYTES = 4  # of scales, float32 or int32
+from moe_ep.fp8_rows import quantize_rows
 
 
 def find_problem() -> str | None:
@@ -50,7 +51,7 @@ class DeepGemm:
 
     row_alignment: rows of a slot start at multiples of this in the contiguous layout, and a slot
         has a multiple of it in the masked one; set in the library, process-wide.
-    is_packed: scales are packed UE8M0 (SM100), not float32 (SM90).
+    is_packed: scales are packed UE8M0 (SM100), not float32 (SM90); scale_format says the same.
     """
 
     def __init__(self) -> None:
@@ -59,6 +60,7 @@ class DeepGemm:
             raise RuntimeError(problem)
         self.lib: ModuleType = importlib.import_module("deep_gemm")
         self.is_packed = torch.cuda.get_device_properties().major == 10
+        self.scale_format = ScaleFormat.UE8M0 if self.is_packed else ScaleFormat.FLOAT32
         self.row_alignment: int = self.lib.get_theoretical_mk_alignment_for_contiguous_layout()
         self.lib.set_mk_alignment_for_contiguous_layout(self.row_alignment)
 
@@ -85,9 +87,8 @@ class DeepGemm:
         return used
 
     def quantized(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """BF16 or float32 ``[.., M, K]`` as an A operand. M is not 0."""
-        q, scales = quantize_rows(x, use_ue8m0=self.is_packed)
-        return q, _packed(scales) if self.is_packed else self._mn_major(scales)
+        """BF16 or float32 ``[.., M, K]`` as an A operand."""
+        return quantize_rows(x, scale_format=self.scale_format, is_column_major=True)
 
     def rows(self, rows: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """FP8 rows with their scales as an A operand; what lies right already is not copied.
@@ -101,10 +102,12 @@ class DeepGemm:
         if scales.dtype is not torch.float32:
             raise ValueError(f"scales of {scales.dtype} do not fit this GPU")
         if not self.is_packed:
-            return rows, self._mn_major(scales)
+            return rows, self.lib.get_mn_major_tma_aligned_tensor(scales)
         rounded = ceil_to_power_of_two(scales.contiguous())
         ratio = (scales / rounded).repeat_interleave(BLOCK, dim=-1)[..., : rows.shape[-1]]
-        return (rows.float() * ratio).to(FP8), _packed(rounded)
+        # Not packed by the library's kernel, which asserts on the device, and so ends the process,
+        # when rows of padding hold anything but powers of two.
+        return (rows.float() * ratio).to(FP8), to_columns(pack_exponents(rounded))
 
     def weight(
         self, weight: torch.Tensor, scale: torch.Tensor
@@ -130,33 +133,12 @@ class DeepGemm:
         them."""
         num_rows, num_cols = shape
         if self.is_packed:
-            return _empty_mn_major(
-                (num_weights, num_rows, -(-num_blocks(num_cols) // 4)), torch.int32, device
+            return new_scales(
+                (num_weights, num_rows),
+                num_cols,
+                scale_format=self.scale_format,
+                is_column_major=True,
+                device=device,
             )
         blocks = (num_weights, num_blocks(num_rows), num_blocks(num_cols))
         return torch.empty(blocks, dtype=torch.float32, device=device)
-
-    def _mn_major(self, scales: torch.Tensor) -> torch.Tensor:
-        return self.lib.get_mn_major_tma_aligned_tensor(scales)
-
-
-def _packed(scales: torch.Tensor) -> torch.Tensor:
-    """Powers of two ``[.., M, blocks]`` -> int32 ``[.., M, ceil(blocks / 4)]``, MN-major.
-
-    Not the library's kernel, which asserts on the device, and so ends the process, when rows of
-    padding hold anything but powers of two.
-    """
-    exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
-    exponents = F.pad(exponents, (0, -exponents.shape[-1] % 4))
-    rows = exponents.view(torch.int32)  # byte j is block 4 i + j
-    return _empty_mn_major(tuple(rows.shape), torch.int32, scales.device).copy_(rows)
-
-
-def _empty_mn_major(
-    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """``[.., M, columns]`` with stride 1 over M and columns that start at 16 bytes."""
-    *groups, num_rows, num_cols = shape
-    aligned = -(-num_rows // ROWS_PER_16_BYTES) * ROWS_PER_16_BYTES
-    full = torch.empty(*groups, num_cols, aligned, dtype=dtype, device=device)
-    return full.mT[..., :num_rows, :]

@@ -4,8 +4,8 @@ Every conversion between FP8 and wider types in the engine goes through this mod
 CPU and the GPU backends see the same bits. The convention is DeepGEMM's: e4m3 values with
 ``value = fp8 * scale`` and ``scale = max(amax, 1e-4) / 448`` in float32, one scale per block; the
 last block of a dimension may be short. With ``use_ue8m0`` the scale is rounded up to a power of
-two, the only kind that SM100 multiplies with. The module knows nothing of layouts: a scale tensor
-is always row-major, and a backend that wants another order re-orders it.
+two, the only kind that SM100 multiplies with. What quantises here gives row-major scales;
+``new_scales`` and ``pack_exponents`` are for those who want them elsewhere.
 
 NaN is data, not an error: a block that holds NaN or infinity restores to NaN or infinity somewhere
 in that block and in no other, so padding rows may hold anything.
@@ -13,6 +13,7 @@ in that block and in no other, so padding rows may hold anything.
 
 import sys
 from collections.abc import Sequence
+from enum import Enum
 from functools import cache
 
 import torch
@@ -29,9 +30,59 @@ _CHUNK_ROWS = 256
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
+class ScaleFormat(Enum):
+    """How the scales of rows ``[.., H]`` are written.
+
+    FLOAT32: float32 ``[.., ceil(H / 128)]``.
+    UE8M0: powers of two; int32 ``[.., ceil(H / 512)]``, the exponents of four blocks, the first one
+        in the lowest byte; 0 where there are no more blocks.
+    """
+
+    FLOAT32 = "float32"
+    UE8M0 = "ue8m0"
+
+
 def num_blocks(size: int) -> int:
     """How many 128-wide blocks cover ``size`` elements; the last one may be short."""
     return -(-size // BLOCK)
+
+
+def new_scales(
+    leading: tuple[int, ...],
+    width: int,
+    *,
+    scale_format: ScaleFormat = ScaleFormat.FLOAT32,
+    is_column_major: bool,
+    device: torch.device,
+) -> torch.Tensor:
+    """Uninitialised scales for rows ``[*leading, width]``; see ``new_columns``."""
+    is_packed = scale_format is ScaleFormat.UE8M0
+    columns = -(-num_blocks(width) // 4) if is_packed else num_blocks(width)
+    dtype = torch.int32 if is_packed else torch.float32
+    shape = (*leading, columns)
+    if is_column_major:
+        return new_columns(shape, dtype, device)
+    return torch.empty(shape, dtype=dtype, device=device)
+
+
+def new_columns(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Uninitialised ``[.., rows, columns]`` of a 4-byte dtype, stride 1 over rows and columns that
+    start at 16 bytes: how TMA and DeepGEMM want scales."""
+    *groups, rows, columns = shape
+    aligned = -(-rows // 4) * 4
+    return torch.empty(*groups, columns, aligned, dtype=dtype, device=device).mT[..., :rows, :]
+
+
+def to_columns(scales: torch.Tensor) -> torch.Tensor:
+    """A copy of ``[.., rows, columns]``, laid out as ``new_columns``."""
+    return new_columns(tuple(scales.shape), scales.dtype, scales.device).copy_(scales)
+
+
+def pack_exponents(scales: torch.Tensor) -> torch.Tensor:
+    """Float32 powers of two ``[.., blocks]`` as UE8M0, row-major; other values lose their mantissa
+    and sign."""
+    exponents = (scales.contiguous().view(torch.int32) >> 23).to(torch.uint8)
+    return F.pad(exponents, (0, -exponents.shape[-1] % 4)).view(torch.int32)
 
 
 def quantize_rows(x: torch.Tensor, *, use_ue8m0: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
@@ -119,7 +170,8 @@ def ceil_to_power_of_two(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _scales(amax: torch.Tensor, use_ue8m0: bool) -> torch.Tensor:
-    scales = amax.clamp_min_(MIN_AMAX).div_(FP8_MAX)
+    # By a tensor: CUDA divides by a number by multiplying with its reciprocal, which is not exact.
+    scales = amax.clamp_min_(MIN_AMAX).div_(amax.new_full((), FP8_MAX))
     return ceil_to_power_of_two(scales) if use_ue8m0 else scales
 
 

@@ -69,7 +69,7 @@ class Gate:
         The order of a token's choices is unspecified. A row's result depends on that row alone;
         a row with NaN gives valid indices and unspecified weights.
         """
-        logits = F.linear(x.float(), self.weight)  # [T, E]
+        logits = self.logits(x)
         scores = logits.sigmoid() if self.scoring_func == "sigmoid" else logits.softmax(dim=-1)
         choice = scores if self.bias is None else scores + self.bias
         if self.topk_group < self.n_group:
@@ -79,6 +79,10 @@ class Gate:
         if self.norm_topk_prob:
             weights = weights / (weights.sum(dim=-1, keepdim=True) + NORM_EPS)
         return topk_idx, weights * self.routed_scaling_factor
+
+    def logits(self, x: torch.Tensor) -> torch.Tensor:
+        """Float32 ``[T, E]``, from which all else follows."""
+        return F.linear(x.float(), self.weight)
 
     def _keep_best_groups(self, choice: torch.Tensor) -> torch.Tensor:
         grouped = choice.unflatten(1, (self.n_group, -1))  # [T, G, E / G]

@@ -50,6 +50,12 @@ class Linear:
             )
         return F.linear(x, self._weight, self._bias)
 
+    @property
+    def dense_weight(self) -> torch.Tensor:
+        """The weight ``[N, K]`` in the layer's dtype, row-major; a copy when it is packed, else the
+        weight itself. A layer made from it is the same, bit by bit."""
+        return self._weight.to_dense() if self.is_packed else self._weight
+
     def _checked_bias(self, bias: torch.Tensor) -> torch.Tensor:
         _check_parameter("bias", bias, ("N",))
         if len(bias) != self.out_features:

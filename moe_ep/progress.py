@@ -15,6 +15,7 @@ class Stage(StrEnum):
     ASLEEP = "asleep"
     SCHEDULING = "scheduling"
     STEP_SHAPE = "step shape"
+    BALANCING = "moving experts"
     INPUTS = "inputs"
     EMBEDDING = "embedding"
     NORMS = "norms and glue"
@@ -24,11 +25,14 @@ class Stage(StrEnum):
     DENSE_MLP = "dense mlp"
     GATE = "gate"
     DISPATCH_SEND = "dispatch send"
+    DISPATCH_COUNTS = "dispatch counts"
     SHARED_EXPERT = "shared expert"
     DISPATCH_WAIT = "dispatch wait"
+    DISPATCH_LAYOUT = "dispatch layout"
     EXPERTS = "expert GEMMs"
     COMBINE_SEND = "combine send"
     COMBINE_WAIT = "combine wait"
+    COMBINE_SUMS = "combine sums"
     GRAPH = "graph replay"
     HEAD = "head"
     SAMPLING = "sampling"
@@ -56,6 +60,10 @@ class Progress:
         self.layer, self.stage, self.micro_batch = layer, stage, micro_batch
         if self.listener is not None:
             self.listener(self)
+
+    def enter_within(self, stage: Stage) -> None:
+        """``enter`` for the same layer and micro-batch."""
+        self.enter(stage, layer=self.layer, micro_batch=self.micro_batch)
 
     def snapshot(self) -> "Progress":
         """A copy that stays as it is and can travel to another process."""

@@ -1,10 +1,13 @@
 """From hidden states to the slots that will serve them: the gate, then the placement.
 
+On a GPU two kernels follow the gate's product, with the same choices; elsewhere the gate does it.
+
 Shape letters: T tokens on this rank, H hidden, K choices per token, E logical experts.
 """
 
 import torch
 
+from moe_ep import kernels
 from moe_ep.gate import Gate
 
 
@@ -25,6 +28,19 @@ class Router:
         is_padding: bool ``[T]``, on the device, so that a captured step serves any number of
         tokens. Padding rows may hold NaN; their slots are -1 and their weights unspecified.
         """
+        if kernels.are_used(x.device):
+            return self._by_kernels(x, is_padding)
         topk_idx, topk_weights = self.gate(x)
         topk_slots = self.slot_table.take(topk_idx)
         return topk_slots.masked_fill_(is_padding.unsqueeze(1), -1), topk_weights
+
+    def _by_kernels(
+        self, x: torch.Tensor, is_padding: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        from moe_ep.kernels.routing import map_to_slots, route
+
+        topk_idx, topk_weights = route(self.gate.logits(x), self.gate)
+        topk_slots = map_to_slots(
+            topk_idx, self.slot_table, is_padding=is_padding, expert_tokens=None
+        )
+        return topk_slots, topk_weights

@@ -43,10 +43,14 @@ CONFLICTS: list[tuple[dict[str, Any], list[str]]] = [
     ({"ep_dispatch_dtype": "float32"}, ["ep_dispatch_dtype"]),
     ({"dtype": "float32", "ep_dispatch_dtype": "float32", "kv_cache_dtype": "float32"}, []),
     ({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, ["kv_cache_dtype"]),
+    ({"tbo_token_threshold": 8}, ["tbo_token_threshold"]),  # of what is not enabled
+    ({"tbo_token_threshold": 0, "enable_two_batch_overlap": True}, ["tbo_token_threshold"]),
+    ({"tbo_token_threshold": 8, "enable_two_batch_overlap": True}, []),
     ({"cuda_graph_bs": (1, 2, 8)}, []),
     ({"cuda_graph_bs": (2, 1)}, ["cuda_graph_bs"]),
     ({"cuda_graph_bs": (0, 1)}, ["cuda_graph_bs"]),
     ({"cuda_graph_bs": (1,), "enforce_eager": True}, ["cuda_graph_bs"]),
+    ({"cuda_graph_bs": (8, 16), "max_num_seqs": 8}, ["cuda_graph_bs"]),
     ({"tokenizer": "/nowhere"}, ["tokenizer"]),
     ({"load_format": "safetensors"}, ["model"]),  # a built-in geometry has no weights
     ({"load_format": "auto"}, ["model"]),
@@ -100,7 +104,7 @@ RESOLVED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({}, {"dtype": "float32"}, {"ep_dispatch_dtype": "float32", "kv_cache_dtype": "float32"}),
     ({}, {"ep_size": 4}, {"attn_dp_size": 4}),
     ({}, {}, {"max_model_len": 163840, "load_format": "safetensors", "served_model_name": "m"}),
-    ({}, {}, {"attention_backend": "auto", "moe_runner_backend": "auto", "cuda_graph_bs": ()}),
+    ({}, {}, {"attention_backend": "auto", "moe_runner_backend": "auto"}),
     ({}, {"max_model_len": 5, "served_model_name": "n"}, {"max_model_len": 5}),
 ]
 
@@ -118,7 +122,9 @@ def test_what_auto_becomes(model: dict[str, Any], flags: dict[str, Any], expecte
     assert resolved.resolve(MODEL) == (resolved, [])
     left_open = {name for name, value in vars(resolved).items() if value in (None, "auto")}
     backends = {"moe_a2a_backend", "moe_runner_backend", "attention_backend"}
-    assert left_open == {"tokenizer", "deepep_mode", "num_kv_blocks", *backends}
+    seen_later = {"tokenizer", "deepep_mode", "num_kv_blocks", "cuda_graph_bs"}
+    seen_later |= {"tbo_token_threshold"}  # None: one for each phase
+    assert left_open == seen_later | backends
 
 
 def test_every_flag_is_described_and_every_count_has_a_scope():

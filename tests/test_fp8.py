@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_ep.fp8 import (
     BLOCK,
@@ -62,6 +63,48 @@ def test_rows_match_the_reference(width, dtype):
     assert_bits_equal(q.double(), expected)
     restored = dequantize_rows(q, scales, torch.float32)
     assert_bits_equal(restored, (expected * wide_scales.double()).float())
+
+
+def awkward_magnitudes() -> torch.Tensor:
+    """Values whose quotient by 448 is not their product with 1 / 448, among others."""
+    amax = torch.logspace(-3, 3, 4096, dtype=torch.float64).float()
+    assert (amax * torch.tensor(1 / 448) != amax / 448).float().mean() > 0.1
+    return amax
+
+
+@pytest.mark.parametrize("is_block", [False, True])
+def test_scales_are_quotients_rounded_once(is_block):
+    """To the bit: the quotient in float64, rounded to float32, is the correctly rounded one."""
+    amax = awkward_magnitudes()
+    x = torch.zeros(len(amax), BLOCK)
+    x[:, 5] = -amax
+    if is_block:
+        scales = quantize_blocks(x.view(-1, 1, BLOCK).expand(-1, BLOCK, -1).reshape(-1, BLOCK))[1]
+    else:
+        scales = quantize_rows(x)[1]
+    assert_bits_equal(scales[:, 0], (amax.double() / 448).float())
+
+
+class _Divisors(TorchDispatchMode):
+    """Collects what tensors are divided by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_):
+            self.seen.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+def test_nothing_is_divided_by_a_number():
+    """CUDA would multiply by its reciprocal, as for a tensor of one element on the CPU."""
+    with _Divisors() as divisors:
+        quantize_rows(torch.ones(2, 200))
+        quantize_blocks(torch.ones(2, 200))
+    assert len(divisors.seen) == 4
+    assert all(isinstance(divisor, torch.Tensor) for divisor in divisors.seen)
 
 
 @pytest.mark.parametrize("shape", [(0, 256), (2, 3, 200), (200,), (2, 0, 128)])

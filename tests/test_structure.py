@@ -13,9 +13,11 @@ GPU_LIBRARIES = ("deep_ep", "deep_gemm", "flash_mla", "triton")
 
 # Layers from the bottom up; a module may import its own layer and those before it.
 LAYERS = [
-    ("eplb", "moe_ep.config", "moe_ep.progress"),
-    ("attention", "moe_ep.fp8", "moe_ep.linear", "moe_ep.gate", "moe_ep.dispatch"),
+    ("eplb", "moe_ep.config", "moe_ep.progress", "moe_ep.recorder"),
+    ("attention", "moe_ep.fp8", "moe_ep.linear", "moe_ep.gate", "moe_ep.dispatch.base"),
     ("moe_ep.kernels",),
+    ("moe_ep.fp8_rows",),
+    ("moe_ep.dispatch",),
     ("moe_ep.deep_gemm_library", "moe_ep.linear_fp8"),
     ("moe_ep.experts",),
     ("moe_ep.router",),

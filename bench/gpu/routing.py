@@ -50,7 +50,7 @@ def map_to_slots_case(num_tokens: int, sizes: Sizes, device: torch.device) -> Ke
     topk_idx = _draw_choices(num_tokens, sizes.num_experts, sizes.num_topk, device)
     table = torch.randperm(sizes.num_experts, device=device)
     loads = torch.zeros(sizes.num_experts, dtype=torch.int64, device=device)
-    real = torch.tensor([num_tokens], dtype=torch.int32, device=device)
+    is_padding = torch.zeros(num_tokens, dtype=torch.bool, device=device)
 
     def check(got: torch.Tensor) -> None:
         assert torch.equal(got, table[topk_idx]), "wrong slots"
@@ -60,7 +60,11 @@ def map_to_slots_case(num_tokens: int, sizes: Sizes, device: torch.device) -> Ke
         "map_to_slots",
         {"tokens": num_tokens, "topk": sizes.num_topk},
         costs.map_to_slots_cost(num_tokens, sizes.num_topk, sizes.num_experts),
-        {"triton": lambda: map_to_slots(topk_idx, table, num_tokens=real, expert_tokens=loads)},
+        {
+            "triton": lambda: map_to_slots(
+                topk_idx, table, is_padding=is_padding, expert_tokens=loads
+            )
+        },
         check,
     )
 

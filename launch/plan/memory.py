@@ -5,6 +5,8 @@ from dataclasses import dataclass, fields, replace
 from launch.plan.layer import Batch, Deployment
 from moe_ep.config.exchange import (
     MASKED_ROW_ALIGNMENT,
+    NUM_SMS,
+    Mode,
     align,
     v1_buffer_bytes,
     v1_rounded_capacity,
@@ -36,6 +38,8 @@ class ExchangeSizes:
     max_tokens_per_rank: int
     capacity: int
     row_alignment: int
+    num_sms: int = NUM_SMS
+    modes: frozenset[Mode] = frozenset(Mode)
 
 
 @dataclass(frozen=True)
@@ -132,7 +136,7 @@ def _buffers(sizes: ExchangeSizes, backend: str, d: Deployment) -> int:
         return 0
     if backend == "deepep_v2":
         return v2_buffer_bytes(sizes, is_fp8=d.payload == "fp8")
-    return v1_buffer_bytes(sizes).total(sizes.num_ranks)
+    return v1_buffer_bytes(sizes).total(sizes)
 
 
 def _activations(d: Deployment, batch: Batch, sizes: ExchangeSizes) -> int:

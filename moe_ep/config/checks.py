@@ -12,9 +12,10 @@ if TYPE_CHECKING:
 
 _AT_LEAST_ONE = (
     "ep_size", "attn_dp_size", "max_model_len", "max_num_seqs", "max_num_batched_tokens",
-    "num_kv_blocks",
+    "num_kv_blocks", "tbo_token_threshold", "eplb_rebalance_num_iterations", "eplb_bytes_per_step",
+    "expert_distribution_recorder_buffer_size",
 )  # fmt: skip
-_AT_LEAST_ZERO = ("seed", "ep_num_redundant_experts")
+_AT_LEAST_ZERO = ("seed", "ep_num_redundant_experts", "step_time_interval")
 
 
 def find_problems(engine: "EngineConfig", model: ModelConfig | None) -> list[Problem]:
@@ -33,11 +34,17 @@ def find_problems(engine: "EngineConfig", model: ModelConfig | None) -> list[Pro
         problems += _source(engine)
     if usable("ep_size", "attn_dp_size"):
         problems += _attention_groups(engine)
+    if usable("init_expert_location"):
+        problems += _initial_location(engine)
+    if usable("ep_size", "enable_eplb"):
+        problems += _eplb(engine)
     if usable("ep_size", "moe_a2a_backend"):
         problems += _exchange(engine)
     if usable("max_num_seqs", "max_num_batched_tokens"):
         problems += _token_budget(engine)
-    if usable("cuda_graph_bs", "enforce_eager"):
+    if usable("enable_two_batch_overlap", "tbo_token_threshold"):
+        problems += _overlap(engine)
+    if usable("cuda_graph_bs", "enforce_eager", "max_num_seqs"):
         problems += _graphs(engine)
     if model is not None:
         if usable("ep_size", "ep_num_redundant_experts"):
@@ -76,6 +83,8 @@ def _why_not(field: "dataclasses.Field[Any]", value: object) -> str | None:
         return "at least 1"
     if field.name in _AT_LEAST_ZERO and number < 0:
         return "at least 0"
+    if field.name == "eplb_min_rebalancing_utilization_threshold" and not 0 <= number <= 1:
+        return "at least 0 and at most 1"
     if field.name == "gpu_memory_utilization" and not 0 < number <= 1:
         return "above 0 and at most 1"
     if field.name == "watchdog_timeout_s" and not 0 < number < float("inf"):
@@ -117,6 +126,22 @@ def _attention_groups(engine: "EngineConfig") -> list[Problem]:
     return [Problem("attn_dp_size", engine.attn_dp_size, allowed, fix)]
 
 
+def _initial_location(engine: "EngineConfig") -> list[Problem]:
+    """Whether the file fits is known once it is read."""
+    location = engine.init_expert_location
+    if location == "trivial" or Path(location).is_file():
+        return []
+    fix = "moe-ep eplb place writes such a file."
+    return [Problem("init_expert_location", location, "trivial or an existing file", fix)]
+
+
+def _eplb(engine: "EngineConfig") -> list[Problem]:
+    if not engine.enable_eplb or engine.ep_size > 1:
+        return []
+    fix = "One rank has nothing to balance: leave it out, or raise --ep-size."
+    return [Problem("enable_eplb", True, "an ep_size of at least 2", fix)]
+
+
 def _exchange(engine: "EngineConfig") -> list[Problem]:
     if engine.moe_a2a_backend != "local" or engine.ep_size == 1:
         return []
@@ -132,6 +157,15 @@ def _token_budget(engine: "EngineConfig") -> list[Problem]:
     return [Problem("max_num_batched_tokens", engine.max_num_batched_tokens, allowed, fix)]
 
 
+def _overlap(engine: "EngineConfig") -> list[Problem]:
+    threshold = engine.tbo_token_threshold
+    if engine.enable_two_batch_overlap or threshold is None:
+        return []
+    fix = "Or add --enable-two-batch-overlap."
+    allowed = "nothing without enable_two_batch_overlap"
+    return [Problem("tbo_token_threshold", threshold, allowed, fix)]
+
+
 def _graphs(engine: "EngineConfig") -> list[Problem]:
     sizes = engine.cuda_graph_bs
     if not sizes:
@@ -143,6 +177,10 @@ def _graphs(engine: "EngineConfig") -> list[Problem]:
     if sizes[0] < 1 or list(sizes) != sorted(set(sizes)):
         fix = "List each size once."
         problems.append(Problem("cuda_graph_bs", sizes, "positive, in rising order", fix))
+    elif sizes[-1] > engine.max_num_seqs:
+        allowed = f"at most max_num_seqs ({engine.max_num_seqs})"
+        fix = "No decode step has more tokens; lower it or raise --max-num-seqs."
+        problems.append(Problem("cuda_graph_bs", sizes, allowed, fix))
     return problems
 
 

@@ -6,33 +6,14 @@ backend can serve these sizes is asked from the backend (its ``supports``), not 
 """
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moe_ep.config.checks import find_problems
+from moe_ep.config.flag import flag
 from moe_ep.config.model import ModelConfig
 from moe_ep.config.problems import ConfigError, Problem
-
-
-def flag(
-    default: Any = dataclasses.MISSING,
-    *,
-    help: str,
-    scope: str | None = None,
-    sglang: str | None = None,
-    vllm: str | None = None,
-    choices: Sequence[str] | None = None,
-) -> Any:
-    """A field of ``EngineConfig`` with what the command line and the docs say about it.
-
-    help: one sentence without its scope. scope: ``per rank`` or ``total`` for counts. sglang, vllm:
-    the equivalent flag there, None when there is none. choices: the valid names.
-    """
-    names = tuple(choices) if choices else None
-    metadata = {"help": help, "scope": scope, "sglang": sglang, "vllm": vllm, "choices": names}
-    return dataclasses.field(default=default, metadata=metadata)
 
 
 class Choice(NamedTuple):
@@ -105,6 +86,46 @@ class EngineConfig:
         sglang="--ep-num-redundant-experts",
         vllm="--eplb-config num_redundant_experts",
     )
+    init_expert_location: str = flag(
+        "trivial",
+        help="Where experts are at the start: trivial (in order), or a .json or .pt file with a"
+        " placement or with loads to place them by.",
+        sglang="--init-expert-location",
+    )
+    enable_eplb: bool = flag(
+        False,
+        help="Re-place experts by their measured loads while the engine runs.",
+        sglang="--enable-eplb",
+        vllm="--enable-eplb",
+    )
+    eplb_rebalance_num_iterations: int = flag(
+        1000,
+        help="Steps whose loads decide the next placement.",
+        sglang="--eplb-rebalance-num-iterations",
+        vllm="--eplb-config step_interval",
+    )
+    eplb_min_rebalancing_utilization_threshold: float = flag(
+        1.0,
+        help="Mean over maximum of the ranks' tokens, 0 to 1, above which experts stay in place.",
+        sglang="--eplb-min-rebalancing-utilization-threshold",
+    )
+    eplb_bytes_per_step: int = flag(
+        64 << 20,
+        help="Most bytes of experts that a rank moves beside one step, or else one expert.",
+        scope="per rank",
+    )
+    expert_distribution_recorder_mode: str = flag(
+        "off",
+        help="What /dump_expert_distribution_record writes: tokens of each expert per step (stat;"
+        " exact under stat_approx too), or of each slot, a file per rank (per_pass).",
+        sglang="--expert-distribution-recorder-mode",
+        choices=("off", "stat", "stat_approx", "per_pass"),
+    )
+    expert_distribution_recorder_buffer_size: int = flag(
+        1000,
+        help="Last steps that the recorder keeps.",
+        sglang="--expert-distribution-recorder-buffer-size",
+    )
     ep_dispatch_dtype: str = flag(
         "auto",
         help="Type of tokens on their way to experts; auto is fp8 under bfloat16 (bfloat16 where"
@@ -137,6 +158,20 @@ class EngineConfig:
         sglang="--attention-backend",
         vllm="--attention-backend",
         choices=("auto", "flash_mla", "triton", "torch"),
+    )
+    enable_two_batch_overlap: bool = flag(
+        False,
+        help="Run large steps as two micro-batches in turns, so that one computes while the other's"
+        " tokens travel.",
+        sglang="--enable-two-batch-overlap",
+        vllm="--enable-dbo",
+    )
+    tbo_token_threshold: int | None = flag(
+        None,
+        help="Fewest tokens, of the fullest rank, in a step that runs as two micro-batches; 128 in"
+        " decode steps and 512 in others by default.",
+        scope="per rank",
+        vllm="--dbo-decode-token-threshold and --dbo-prefill-token-threshold",
     )
     max_model_len: int | None = flag(
         None,
@@ -181,13 +216,15 @@ class EngineConfig:
     )
     enforce_eager: bool = flag(
         False,
-        help="Never capture graphs.",
+        help="Never capture decode steps as CUDA graphs.",
         sglang="--disable-cuda-graph",
         vllm="--enforce-eager",
     )
     cuda_graph_bs: tuple[int, ...] | None = flag(
         None,
-        help="Token counts of decode steps that are captured as graphs, in rising order.",
+        help="Token counts, in rising order, to which decode steps are padded, and for which they"
+        " are captured as CUDA graphs where the backends allow it; up to max_num_seqs by default"
+        " where they do, else none.",
         scope="per rank",
         sglang="--cuda-graph-bs",
         vllm="--cudagraph-capture-sizes",
@@ -197,6 +234,10 @@ class EngineConfig:
         help="Seconds after which any wait between ranks fails and names the state of all ranks.",
         sglang="--watchdog-timeout",
         vllm="--distributed-timeout-seconds",
+    )
+    step_time_interval: int = flag(
+        0,
+        help="Record where the time goes in every Nth step, for /metrics; 0 records none.",
     )
 
     def compute_dtype(self, model: ModelConfig) -> str:
@@ -217,9 +258,10 @@ class EngineConfig:
         """A config with as little left open as can be, and each choice with its reason.
 
         What cannot be known before a step or before the device is seen stays: ``deepep_mode`` auto
-        (per step), the three backends (``moe_ep.engine.backends`` asks them), ``num_kv_blocks``
-        None (from memory), ``tokenizer`` None (token ids only). Expects that ``find_problems``
-        found none.
+        (per step), the three backends (``moe_ep.engine.backends`` asks them), ``cuda_graph_bs``
+        None (``moe_ep.engine.graphs`` asks what can be captured), ``num_kv_blocks`` None (from
+        memory), ``tbo_token_threshold`` None (a default for each phase), ``tokenizer`` None (token
+        ids only). Expects that ``find_problems`` found none.
         """
         choices: list[Choice] = []
 
@@ -236,7 +278,6 @@ class EngineConfig:
         settle("ep_dispatch_dtype", *self._payload(model, dtype))
         settle("max_model_len", model.max_position_embeddings, "max_position_embeddings")
         settle("kv_cache_dtype", dtype, "the compute type")
-        settle("cuda_graph_bs", (), "no sizes were given")
         if (Path(self.model) / "tokenizer_config.json").exists():
             settle("tokenizer", self.model, "the model's directory has one")
         settled: dict[str, Any] = {choice.field: choice.value for choice in choices}

@@ -7,6 +7,8 @@ low-latency mode, H hidden.
 """
 
 import math
+from collections.abc import Set
+from enum import Enum
 from typing import NamedTuple, Protocol
 
 RANKS_PER_NODE = 8
@@ -31,6 +33,8 @@ LOW_LATENCY_MAX_TOPK = 11
 LOW_LATENCY_MAX_TOKENS = 511
 # Rows of a slot are a whole number of these, or the masked GEMM writes into the next slot.
 MASKED_ROW_ALIGNMENT = 128
+NORMAL_HIDDEN_MULTIPLE = 16  # FP8 values in 16 bytes
+NORMAL_MAX_TOPK = 32  # a lane of a warp for each
 # Slots that the normal-mode kernels of V1 can count: per rank on one node, per node over several.
 V1_MAX_SLOTS, V1_MAX_SLOTS_PER_NODE = 128, 512
 
@@ -41,6 +45,16 @@ V2_MAX_SLOTS_PER_RANK_OVER_NODES = 120  # ranks of a node + slots of a rank are 
 V2_MEMORY_ALIGNMENT = 2 << 20
 # Counters and signals for the largest number of ranks and slots (``WorkspaceLayout``).
 V2_WORKSPACE_BYTES = 14 << 20
+
+
+class Mode(Enum):
+    """The two exchange modes of one step; all ranks use the same one.
+
+    Which layout comes back in a mode is the dispatcher's business.
+    """
+
+    NORMAL = "normal"  # exact counts: prefill and mixed steps; usually the contiguous layout
+    LOW_LATENCY = "low_latency"  # fixed capacity: decode steps; usually the masked layout
 
 
 class Sizes(Protocol):
@@ -60,6 +74,10 @@ class Sizes(Protocol):
     def capacity(self) -> int: ...
     @property
     def row_alignment(self) -> int: ...
+    @property
+    def num_sms(self) -> int: ...
+    @property
+    def modes(self) -> Set[Mode]: ...
 
 
 class V1BufferBytes(NamedTuple):
@@ -69,9 +87,8 @@ class V1BufferBytes(NamedTuple):
     normal_rdma: int
     low_latency_rdma: int
 
-    def total(self, num_ranks: int) -> int:
-        """Over several nodes NVSHMEM serves both modes from one buffer."""
-        if num_ranks > RANKS_PER_NODE:
+    def total(self, sizes: Sizes) -> int:
+        if v1_has_one_buffer(sizes):
             return self.nvl + max(self.normal_rdma, self.low_latency_rdma)
         return self.nvl + self.low_latency_rdma
 
@@ -82,18 +99,41 @@ def align(size: int, alignment: int) -> int:
 
 
 def v1_limit(sizes: Sizes) -> str | None:
-    """Why V1 cannot serve these sizes in both modes; None when it can."""
-    ranks, slots = sizes.num_ranks, sizes.num_slots_per_rank
-    if ranks not in V1_CHUNKS:
+    """Why V1 cannot serve these sizes in their modes; None when it can."""
+    if (problem := _v1_ranks_limit(sizes)) is not None:
+        return problem
+    limits = {Mode.LOW_LATENCY: _low_latency_limit, Mode.NORMAL: _normal_limit}
+    problems = (limit(sizes) for mode, limit in limits.items() if mode in sizes.modes)
+    return next(filter(None, problems), None)
+
+
+def _v1_ranks_limit(sizes: Sizes) -> str | None:
+    ranks = sizes.num_ranks
+    if Mode.NORMAL in sizes.modes and ranks not in V1_CHUNKS:
         return f"num_ranks: {ranks} given, V1 kernels exist for {', '.join(map(str, V1_CHUNKS))}"
+    if ranks > RANKS_PER_NODE and ranks % RANKS_PER_NODE:
+        return f"num_ranks: {ranks} given, over several nodes a multiple of 8 needed"
+    return None
+
+
+def _normal_limit(sizes: Sizes) -> str | None:
+    ranks, slots = sizes.num_ranks, sizes.num_slots_per_rank
+    most_slots = V1_MAX_SLOTS if ranks <= RANKS_PER_NODE else V1_MAX_SLOTS_PER_NODE // 8
+    if sizes.hidden % NORMAL_HIDDEN_MULTIPLE:
+        return f"hidden: {sizes.hidden} given, V1 needs a multiple of {NORMAL_HIDDEN_MULTIPLE}"
+    if sizes.num_topk > NORMAL_MAX_TOPK:
+        return f"num_topk: {sizes.num_topk} given, at most {NORMAL_MAX_TOPK}"
+    if slots > most_slots:
+        return f"num_slots_per_rank: {slots} given, at most {most_slots} with {ranks} ranks"
+    return None
+
+
+def _low_latency_limit(sizes: Sizes) -> str | None:
     if sizes.hidden not in LOW_LATENCY_HIDDEN:
         known = ", ".join(map(str, LOW_LATENCY_HIDDEN))
         return f"hidden: {sizes.hidden} given, low-latency kernels exist for {known}"
     if sizes.num_topk > LOW_LATENCY_MAX_TOPK:
         return f"num_topk: {sizes.num_topk} given, at most {LOW_LATENCY_MAX_TOPK} in low latency"
-    most_slots = V1_MAX_SLOTS if ranks <= RANKS_PER_NODE else V1_MAX_SLOTS_PER_NODE // 8
-    if slots > most_slots:
-        return f"num_slots_per_rank: {slots} given, at most {most_slots} with {ranks} ranks"
     if v1_rounded_capacity(sizes) > LOW_LATENCY_MAX_TOKENS:
         return (
             f"capacity: {sizes.capacity} given ({v1_rounded_capacity(sizes)} in whole blocks), at "
@@ -108,19 +148,28 @@ def v1_rounded_capacity(sizes: Sizes) -> int:
     return align(max(sizes.capacity, 1), block // math.gcd(block, sizes.num_ranks))
 
 
-def v1_buffer_bytes(sizes: Sizes, num_sms: int = NUM_SMS) -> V1BufferBytes:
+def v1_buffer_bytes(sizes: Sizes) -> V1BufferBytes:
+    """Nothing for a mode that is not wanted."""
+    nvl, rdma = _normal_bytes(sizes) if Mode.NORMAL in sizes.modes else (0, 0)
+    low_latency = _low_latency_bytes(sizes) if Mode.LOW_LATENCY in sizes.modes else 0
+    return V1BufferBytes(nvl=nvl, normal_rdma=rdma, low_latency_rdma=low_latency)
+
+
+def v1_has_one_buffer(sizes: Sizes) -> bool:
+    """Whether all modes share a buffer: over several nodes, where NVSHMEM serves both."""
+    return sizes.num_ranks > RANKS_PER_NODE
+
+
+def _normal_bytes(sizes: Sizes) -> tuple[int, int]:
+    """Over NVLink, over RDMA."""
     nvl_chunk, rdma_chunk = V1_CHUNKS[sizes.num_ranks]
     num_nodes = max(sizes.num_ranks // RANKS_PER_NODE, 1)
-    nvl_ranks, channels = min(sizes.num_ranks, RANKS_PER_NODE), num_sms // 2
+    nvl_ranks, channels = min(sizes.num_ranks, RANKS_PER_NODE), sizes.num_sms // 2
     # BF16 row, source 8; room for 128 choices (id 8, weight 4) and 128 scales (4)
     row = 2 * sizes.hidden + 8 + 128 * (8 + 4 + 4)
     nvl = channels * nvl_ranks * ((2 * num_nodes + 3) * 4 + nvl_chunk * row)
     rdma = 2 * channels * num_nodes * ((2 * 8 + 2) * 4 + rdma_chunk * (row + 16))
-    return V1BufferBytes(
-        nvl=align(nvl, 128),
-        normal_rdma=align(rdma, 128) if rdma_chunk else 0,
-        low_latency_rdma=_low_latency_bytes(sizes),
-    )
+    return align(nvl, 128), align(rdma, 128) if rdma_chunk else 0
 
 
 def _low_latency_bytes(sizes: Sizes) -> int:

@@ -8,12 +8,16 @@ A dispatcher knows no weights, no router and no model. What ``dispatch`` returns
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.nn.functional as F
+
+from moe_ep.config.exchange import NUM_SMS, Mode
+from moe_ep.fp8 import ScaleFormat
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -21,21 +25,19 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-class Mode(Enum):
-    """The two exchange modes of one step; all ranks use the same one.
+class Part(StrEnum):
+    """Parts of an exchange that only the backend can tell apart, for whoever times them."""
 
-    Which layout comes back in a mode is the dispatcher's business.
-    """
-
-    NORMAL = "normal"  # exact counts: prefill and mixed steps; usually the contiguous layout
-    LOW_LATENCY = "low_latency"  # fixed capacity: decode steps; usually the masked layout
+    COUNTS = "dispatch counts"  # dispatch waits to learn what peers will send
+    LAYOUT = "dispatch layout"  # what has arrived is laid out by slot
+    SUMS = "combine sums"  # what has come back is added up
 
 
 @dataclass(frozen=True)
 class DispatchSpec:
     """Sizes that every rank agrees on before the first exchange.
 
-    payload_dtype: dtype of the rows on the way out: ``float8_e4m3fn`` (with 1x128 float32 scales),
+    payload_dtype: dtype of the rows on the way out: ``float8_e4m3fn`` (with 1x128 scales),
         ``bfloat16`` or ``float32``.
     out_dtype: dtype of expert outputs and of the combined result: ``bfloat16`` or ``float32``.
     max_tokens_per_rank: most tokens one rank may bring to a normal-mode step.
@@ -43,6 +45,12 @@ class DispatchSpec:
         ``num_ranks * capacity`` rows.
     row_alignment: first row of every slot in the contiguous layout is a multiple of this, and so
         is C in the masked one.
+    scale_format: of FP8 rows, as the experts want them. A backend that cannot send UE8M0 sends
+        float32 scales as ever, which the experts then round up.
+    num_sms: SMs that the exchange kernels may take, where a library asks; even. Experts and
+        attention have the rest. The default is DeepEP's own.
+    modes: those that steps will use. A backend need not be able to serve, nor have buffers for, any
+        other; it may refuse one that comes all the same.
     """
 
     hidden: int
@@ -54,6 +62,9 @@ class DispatchSpec:
     payload_dtype: torch.dtype
     out_dtype: torch.dtype
     row_alignment: int = 1
+    scale_format: ScaleFormat = ScaleFormat.FLOAT32
+    num_sms: int = NUM_SMS
+    modes: frozenset[Mode] = frozenset(Mode)
 
     @property
     def num_slots(self) -> int:
@@ -94,7 +105,8 @@ class Dispatched:
 
     rows: ``[M, H]`` (contiguous) or ``[S, C, H]`` (masked), in the spec's payload dtype. Rows that
         the layout does not cover hold arbitrary values, NaN included.
-    scales: float32, shape of rows with H replaced by ``ceil(H / 128)``; None unless FP8.
+    scales: None unless FP8; else in the spec's ``scale_format`` or in float32, of any strides, but
+        UE8M0 in columns (``moe_ep.fp8.new_columns``).
     layout: which rows belong to which slot.
     row_weights: None when combine applies the gate weights; else float32, one weight per row,
         which the experts must apply. Exactly one of the two applies them.
@@ -127,9 +139,18 @@ class Ready(Pending[T]):
 
 
 class Dispatcher(ABC):
-    """One rank's end of the expert all-to-all."""
+    """One rank's end of the expert all-to-all.
+
+    listener: told as a part begins, in the thread of the caller of dispatch or of a wait.
+    """
 
     spec: DispatchSpec
+    listener: Callable[[Part], None] | None = None
+
+    def enter(self, part: Part) -> None:
+        """For backends: tell the listener, if there is one."""
+        if self.listener is not None:
+            self.listener(part)
 
     @abstractmethod
     def __init__(self, spec: DispatchSpec, group: "ProcessGroup | None") -> None:
@@ -147,6 +168,16 @@ class Dispatcher(ABC):
     def buffer_bytes(cls, spec: DispatchSpec) -> int:
         """Device memory that one rank's buffers take from construction on; known without them."""
         return 0
+
+    @classmethod
+    def capture_problem(cls, mode: Mode) -> str | None:
+        """None when steps of this mode can be captured as a graph, else the reason why not."""
+        return "the host waits for the counts of every exchange"
+
+    def prepare(self, mode: Mode) -> None:  # noqa: B027, for most there is nothing to do
+        """Make ready for a step of this mode. ``dispatch`` does so itself; who replays a captured
+        step, in which it does not run, calls this first. Collective where there is something to do,
+        which all ranks know alike; not to be captured."""
 
     @abstractmethod
     def dispatch(

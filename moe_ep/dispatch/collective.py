@@ -10,19 +10,23 @@ on tokens. Every token goes once to each rank that holds some of its slots:
    ranks in float32 in rank order.
 
 So the order of every sum is fixed by the routing, never by arrival, and a token's bits depend on
-its own choices only. The time limit of every wait is the group's.
+its own choices only. The time limit of every wait is the group's. With two micro-batches in flight
+on CPUs a thread waits for the counts (``lane.py``); over NCCL, whose stream is the caller's, the
+caller does.
 
 Shape letters: T tokens on this rank, K choices per token, R ranks, S slots per rank, H hidden.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
-from moe_ep.dispatch.base import Dispatched, Dispatcher, DispatchSpec, Mode, Pending, T
+from moe_ep.dispatch.base import Dispatched, Dispatcher, DispatchSpec, Mode, Part, Pending
+from moe_ep.dispatch.lane import Lane
 from moe_ep.dispatch.layout import (
     Entries,
     LayoutBuffer,
@@ -70,12 +74,13 @@ class _Handle:
     positions: np.ndarray
 
 
-@dataclass(frozen=True)
-class _InFlight(Pending[T]):
-    finish: Callable[[], T]
+class _Received(NamedTuple):
+    """A dispatch that has started: ``payload`` waits for the words, of so many rows and entries of
+    every rank (int64 ``[R]``)."""
 
-    def wait(self) -> T:
-        return self.finish()
+    payload: Callable[[], torch.Tensor]
+    row_counts: np.ndarray
+    entry_counts: np.ndarray
 
 
 class CollectiveDispatcher(Dispatcher):
@@ -89,6 +94,7 @@ class CollectiveDispatcher(Dispatcher):
         self.traffic = Traffic()
         self._rank = self._group.rank()
         self._wire = WireFormat(spec)
+        self._lane = Lane()
 
     @classmethod
     def supports(cls, spec: DispatchSpec) -> str | None:
@@ -107,19 +113,16 @@ class CollectiveDispatcher(Dispatcher):
             num_ranks=spec.num_ranks,
             num_slots=spec.num_slots_per_rank,
         )
-        exchange = self._start_counts(plan, x.device)
+        exchange = self._lane.open(may_hand_over=x.is_cpu)
+        counts = exchange.start(lambda: self._start_counts(plan, x.device))
         num_used = int(plan.row_tokens.max()) + 1 if len(plan.row_tokens) else 0
         rows, scales = encode_rows(x[:num_used], spec.payload_dtype)  # while the counts travel
         message, sizes = self._wire.pack(plan, rows, scales)
-        row_counts, entry_counts = exchange.wait()
-        received_sizes = self._wire.sizes(row_counts, entry_counts)
-        payload = self._start("dispatch", message, sizes, received_sizes)
+        if not exchange.is_handed_over:
+            self.enter(Part.COUNTS)
+        received = exchange.start(lambda: self._start_payload(message, sizes, counts()))
         self._note_dispatch(plan, sizes)
-
-        def finish() -> Dispatched:
-            return self._lay_out(payload.wait(), plan, row_counts, entry_counts, mode)
-
-        return _InFlight(finish)
+        return exchange.pending(lambda: self._lay_out(received(), plan, mode))
 
     def combine(self, *, y: torch.Tensor, dispatched: Dispatched) -> Pending[torch.Tensor]:
         spec = self.spec
@@ -132,28 +135,27 @@ class CollectiveDispatcher(Dispatcher):
         row_words = spec.hidden * spec.out_dtype.itemsize // WORD_BYTES
         sizes = (handle.row_counts * row_words).tolist()
         back_sizes = (plan.row_counts * row_words).tolist()
-        back = self._start("combine", partial.view(WORD).flatten(), sizes, back_sizes)
+        message = partial.view(WORD).flatten()
+        exchange = self._lane.open(may_hand_over=y.is_cpu)
+        back = exchange.start(lambda: self._start("combine", message, sizes, back_sizes))
         self._note_combine(handle.row_counts, sizes)
 
         def finish() -> torch.Tensor:
-            rows = back.wait().view(-1, row_words).view(spec.out_dtype)
+            rows = back()().view(-1, row_words).view(spec.out_dtype)
+            self.enter(Part.SUMS)
             by_token = np.argsort(plan.row_tokens, kind="stable")  # a token's rows in rank order
             token_starts = sum_order(plan.row_tokens[by_token], plan.num_tokens)
             return sums(rows, by_token, token_starts)
 
-        return _InFlight(finish)
+        return exchange.pending(finish)
 
     def destroy(self) -> None:
-        """Nothing is held but the caller's group."""
+        self._lane.close()
 
-    def _lay_out(
-        self,
-        message: torch.Tensor,
-        plan: SendPlan,
-        row_counts: np.ndarray,
-        entry_counts: np.ndarray,
-        mode: Mode,
-    ) -> Dispatched:
+    def _lay_out(self, received: _Received, plan: SendPlan, mode: Mode) -> Dispatched:
+        payload, row_counts, entry_counts = received
+        message = payload()
+        self.enter(Part.LAYOUT)
         entries, sources = self._wire.unpack(message, row_counts, entry_counts)
         places = place(entries, self.spec, mode)
         layout = LayoutBuffer(self.spec, mode, places, message.device)
@@ -164,23 +166,25 @@ class CollectiveDispatcher(Dispatcher):
             first = last
         return layout.finish(_Handle(plan, row_counts, entries, places.positions))
 
-    def _start_counts(
-        self, plan: SendPlan, device: torch.device
-    ) -> Pending[tuple[np.ndarray, np.ndarray]]:
+    def _start_counts(self, plan: SendPlan, device: torch.device) -> Callable[[], torch.Tensor]:
         counts = np.empty((self.spec.num_ranks, 2), dtype=np.int32)
         counts[:, 0], counts[:, 1] = plan.row_counts, plan.entry_counts
-        exchange = self._start("counts", torch.from_numpy(counts).to(device), [], [])
+        return self._start("counts", torch.from_numpy(counts).to(device), [], [])
 
-        def finish() -> tuple[np.ndarray, np.ndarray]:
-            received = exchange.wait().cpu().numpy().astype(np.int64)
-            return received[:, 0], received[:, 1]
-
-        return _InFlight(finish)
+    def _start_payload(
+        self, message: torch.Tensor, sizes: list[int], counts: Callable[[], torch.Tensor]
+    ) -> _Received:
+        """Waits for the counts."""
+        row_counts, entry_counts = counts().cpu().numpy().astype(np.int64).T
+        received_sizes = self._wire.sizes(row_counts, entry_counts)
+        payload = self._start("dispatch", message, sizes, received_sizes)
+        return _Received(payload, row_counts, entry_counts)
 
     def _start(
         self, stage: str, sent: torch.Tensor, sizes: list[int], received_sizes: list[int]
-    ) -> Pending[torch.Tensor]:
-        """Start one all-to-all of words; without sizes every rank's share is equal."""
+    ) -> Callable[[], torch.Tensor]:
+        """Start one all-to-all of words; without sizes every rank's share is equal. The call that
+        is returned waits for what comes."""
         received = sent.new_empty(sum(received_sizes)) if sizes else torch.empty_like(sent)
         try:
             work = self._group.alltoall_base(received, sent, received_sizes, sizes)
@@ -194,7 +198,7 @@ class CollectiveDispatcher(Dispatcher):
                 raise self._failure(stage, error) from error
             return received
 
-        return _InFlight(finish)
+        return finish
 
     def _failure(self, stage: str, error: RuntimeError) -> RuntimeError:
         return RuntimeError(

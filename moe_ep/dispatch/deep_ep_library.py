@@ -13,12 +13,6 @@ from moe_ep.dispatch.base import DispatchSpec
 from moe_ep.dispatch.routing import spec_problem
 from moe_ep.fp8 import FP8
 
-# SMs that the exchange kernels may take; experts and attention have the rest. Even, because a
-# channel is a pair. The library's own default.
-NUM_SMS = 20
-
-RANKS_PER_NODE = 8
-
 
 def load_deep_ep() -> ModuleType:
     return importlib.import_module("deep_ep")
@@ -51,15 +45,6 @@ def common_problem(spec: DispatchSpec) -> str | None:
         return f"out_dtype: {spec.out_dtype} given, deep_ep combines bfloat16 only"
     if spec.num_ranks < 2:
         return f"num_ranks: {spec.num_ranks} given, deep_ep needs at least 2"
+    if spec.num_sms < 2 or spec.num_sms % 2:  # a channel is a pair
+        return f"num_sms: {spec.num_sms} given, an even number from 2 on needed"
     return None
-
-
-def check_num_sms(num_sms: int) -> int:
-    if num_sms < 2 or num_sms % 2:
-        raise ValueError(f"num_sms: {num_sms} given, an even number from 2 on needed")
-    return num_sms
-
-
-def align(size: int, alignment: int) -> int:
-    """``size`` rounded up to a multiple of ``alignment``."""
-    return -(-size // alignment) * alignment

@@ -10,18 +10,11 @@ from typing import Any
 
 import torch
 
-from moe_ep.dispatch.base import (
-    ContiguousLayout,
-    Dispatched,
-    DispatchSpec,
-    MaskedLayout,
-    Pending,
-    T,
-)
-from moe_ep.dispatch.deep_ep_v1_limits import rounded_capacity
-from moe_ep.dispatch.expand import Expansion, copy_rows, expand, weighted_row_sums
-from moe_ep.dispatch.layout import encode_rows
-from moe_ep.fp8 import FP8
+from moe_ep.config.exchange import v1_rounded_capacity
+from moe_ep.dispatch.base import Dispatched, DispatchSpec, MaskedLayout, Pending, T
+from moe_ep.dispatch.encode import encode
+from moe_ep.dispatch.expand import Expansion, expand
+from moe_ep.fp8 import FP8, ScaleFormat
 
 # Micro-batches between their dispatch and their combine: the library has two buffers.
 MAX_OPEN_DISPATCHES = 2
@@ -56,7 +49,7 @@ class NormalMode:
         self, x: torch.Tensor, topk_slots: torch.Tensor, topk_weights: torch.Tensor
     ) -> Pending[Dispatched]:
         spec = self._spec
-        rows, scales = encode_rows(x, spec.payload_dtype)
+        rows, scales = encode(x, spec)
         topk_idx = topk_slots.to(self._topk_idx_t).contiguous()
         per_rank, per_rdma_rank, per_slot, is_in_rank, _ = self._buffer.get_dispatch_layout(
             topk_idx, spec.num_slots
@@ -84,19 +77,19 @@ class NormalMode:
             )
             received_rows, received_scales = (received, None) if scales is None else received
             return Dispatched(
-                rows=copy_rows(received_rows, expansion.sources),
+                rows=expansion.copy(received_rows),
                 scales=None
                 if received_scales is None
-                else copy_rows(received_scales, expansion.sources),
-                layout=ContiguousLayout(expansion.psum, spec.row_alignment),
+                else expansion.copy(received_scales, is_column_major=True),
+                layout=expansion.layout,
                 row_weights=None,
                 handle=NormalHandle(handle, expansion, weights),
             )
 
         return _OnWait(finish)
 
-    def combine(self, y: torch.Tensor, handle: NormalHandle) -> Pending[torch.Tensor]:
-        partial = weighted_row_sums(y, handle.expansion.positions, handle.weights)
+    def combine(self, y: torch.Tensor, handle: Any) -> Pending[torch.Tensor]:
+        partial = handle.expansion.weighted_sums(y, handle.weights)
         out, _, event = self._buffer.combine(
             partial, handle.handle, config=self._combine_config, async_finish=True
         )
@@ -144,7 +137,7 @@ class LowLatencyMode:
     def __init__(self, deep_ep: ModuleType, buffer: Any, spec: DispatchSpec) -> None:
         self._buffer, self._spec = buffer, spec
         self._topk_idx_t = deep_ep.topk_idx_t
-        self._num_tokens = rounded_capacity(spec)
+        self._num_tokens = v1_rounded_capacity(spec)
         self._open: _Hooked[Any] | None = None
         self._num_open_dispatches = 0
 
@@ -159,12 +152,15 @@ class LowLatencyMode:
             )
         self.receive_open()
         topk_idx = topk_slots.to(self._topk_idx_t).contiguous()
+        is_ue8m0 = spec.payload_dtype is FP8 and spec.scale_format is ScaleFormat.UE8M0
         received, counts, handle, _, hook = self._buffer.low_latency_dispatch(
             x.to(torch.bfloat16).contiguous(),
             topk_idx,
             self._num_tokens,
             spec.num_slots,
             use_fp8=spec.payload_dtype is FP8,
+            round_scale=is_ue8m0,
+            use_ue8m0=is_ue8m0,
             return_recv_hook=True,
         )
         self._num_open_dispatches += 1
@@ -173,7 +169,7 @@ class LowLatencyMode:
         dispatched = Dispatched(rows, scales, MaskedLayout(counts), None, routing)
         return self._issued(hook, dispatched)
 
-    def combine(self, y: torch.Tensor, handle: LowLatencyHandle) -> Pending[torch.Tensor]:
+    def combine(self, y: torch.Tensor, handle: Any) -> Pending[torch.Tensor]:
         self.receive_open()
         out, _, hook = self._buffer.low_latency_combine(
             y.contiguous(),

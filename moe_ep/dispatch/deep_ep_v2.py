@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
+from moe_ep.config.exchange import v2_buffer_bytes, v2_limit
 from moe_ep.dispatch import deep_ep_library as library
 from moe_ep.dispatch.base import (
     ContiguousLayout,
@@ -32,28 +33,19 @@ from moe_ep.dispatch.base import (
     Mode,
     Pending,
 )
-from moe_ep.dispatch.layout import encode_rows
+from moe_ep.dispatch.encode import encode
 from moe_ep.dispatch.routing import check_group, check_inputs, check_outputs
 from moe_ep.fp8 import FP8
 
-HIDDEN_MULTIPLE = 256  # of the combine kernel
-MAX_TOPK = 32
-MAX_RANKS, MAX_SLOTS, MAX_SLOTS_PER_RANK = 1024, 2048, 256
-MAX_SLOTS_PER_RANK_OVER_NODES = 120  # ranks of a node + slots of a rank are at most 128
-MEMORY_ALIGNMENT = 2 << 20
-# Counters and signals for the largest number of ranks and slots (``WorkspaceLayout``).
-WORKSPACE_BYTES = 14 << 20
 NETWORK_DEVICES = Path("/sys/class/infiniband")
 
 
 class DeepEpV2Dispatcher(Dispatcher):
     """The dispatcher over NCCL's symmetric memory."""
 
-    def __init__(
-        self, spec: DispatchSpec, group: ProcessGroup | None, *, num_sms: int = library.NUM_SMS
-    ) -> None:
-        """num_sms: of dispatch and combine in every call. The library's own estimate is not used:
-        it reads link speeds from command-line tools and assumes a balanced gate. Collective.
+    def __init__(self, spec: DispatchSpec, group: ProcessGroup | None) -> None:
+        """Collective. Every call is told the spec's ``num_sms``: the library's own estimate reads
+        link speeds from command-line tools and assumes a balanced gate.
 
         Sets ``EP_DISABLE_GIN=1`` in this process when the machine has no RDMA device: the library
         asks for one even if all ranks are on one node.
@@ -65,9 +57,7 @@ class DeepEpV2Dispatcher(Dispatcher):
             os.environ.setdefault("EP_DISABLE_GIN", "1")
         deep_ep = library.load_deep_ep()
         self.spec = spec
-        self._num_sms = library.check_num_sms(num_sms)
         self._topk_idx_t = deep_ep.topk_idx_t
-        self._is_column_major = not _needs_row_major_scales()
         self._buffer: Any = deep_ep.ElasticBuffer(
             group,
             num_max_tokens_per_rank=_max_tokens(spec),
@@ -79,7 +69,7 @@ class DeepEpV2Dispatcher(Dispatcher):
 
     @classmethod
     def supports(cls, spec: DispatchSpec) -> str | None:
-        return spec_limits(spec) or library.library_problem()
+        return library.common_problem(spec) or v2_limit(spec) or library.library_problem()
 
     @classmethod
     def buffer_bytes(cls, spec: DispatchSpec) -> int:
@@ -89,16 +79,11 @@ class DeepEpV2Dispatcher(Dispatcher):
         adds forwarding buffers that depend on the topology it finds: then ask its
         ``ElasticBuffer.get_buffer_size_hint`` with the group.
         """
-        num_lists = spec.num_topk * (4 + 4)  # ids and weights
-        if spec.payload_dtype is FP8:
-            # Scales as if for blocks of 32, as the library reckons.
-            row = spec.hidden + library.align(-(-spec.hidden // 32) * 4, 32)
-        else:
-            row = 2 * spec.hidden
-        sent = row + library.align(num_lists + (1 + spec.num_topk) * 4, 32)
-        returned = 2 * spec.hidden + library.align(num_lists, 32)
-        per_token = max(spec.num_ranks * sent, min(spec.num_ranks, spec.num_topk) * returned)
-        return library.align(_max_tokens(spec) * per_token, MEMORY_ALIGNMENT) + WORKSPACE_BYTES
+        return v2_buffer_bytes(spec, is_fp8=spec.payload_dtype is FP8)
+
+    @classmethod
+    def capture_problem(cls, mode: Mode) -> str | None:
+        return "the host waits for the counts" if mode is Mode.NORMAL else None
 
     def dispatch(
         self, *, x: torch.Tensor, topk_slots: torch.Tensor, topk_weights: torch.Tensor, mode: Mode
@@ -108,7 +93,7 @@ class DeepEpV2Dispatcher(Dispatcher):
         device."""
         spec = self.spec
         check_inputs(x=x, topk_slots=topk_slots, topk_weights=topk_weights, mode=mode, spec=spec)
-        rows, scales = encode_rows(x, spec.payload_dtype)
+        rows, scales = encode(x, spec)
         is_normal = mode is Mode.NORMAL
         received, _, row_weights, handle, event = self._buffer.dispatch(
             rows if scales is None else (rows, scales),
@@ -117,11 +102,11 @@ class DeepEpV2Dispatcher(Dispatcher):
             num_experts=spec.num_slots,
             num_max_tokens_per_rank=spec.max_tokens_per_rank if is_normal else spec.capacity,
             expert_alignment=spec.row_alignment,
-            num_sms=self._num_sms,
+            num_sms=spec.num_sms,
             async_with_compute_stream=True,
             do_cpu_sync=is_normal,
             do_expand=True,
-            use_tma_aligned_col_major_sf=self._is_column_major and scales is not None,
+            use_tma_aligned_col_major_sf=scales is not None,
         )
         received_rows, received_scales = (received, None) if scales is None else received
         # Without expand the same field holds sums of padded counts, which no layout has.
@@ -149,25 +134,6 @@ class DeepEpV2Dispatcher(Dispatcher):
             buffer.destroy()
 
 
-def spec_limits(spec: DispatchSpec) -> str | None:
-    """Why no installation of V2 can serve this spec; None when one can."""
-    if (problem := library.common_problem(spec)) is not None:
-        return problem
-    is_one_node = spec.num_ranks <= library.RANKS_PER_NODE
-    most = MAX_SLOTS_PER_RANK if is_one_node else MAX_SLOTS_PER_RANK_OVER_NODES
-    if spec.hidden % HIDDEN_MULTIPLE:
-        return f"hidden: {spec.hidden} given, V2 needs a multiple of {HIDDEN_MULTIPLE}"
-    if spec.num_topk > MAX_TOPK:
-        return f"num_topk: {spec.num_topk} given, at most {MAX_TOPK}"
-    if spec.num_ranks > MAX_RANKS:
-        return f"num_ranks: {spec.num_ranks} given, at most {MAX_RANKS}"
-    if spec.num_slots_per_rank > most:
-        return f"num_slots_per_rank: {spec.num_slots_per_rank} given, at most {most}"
-    if spec.num_slots > MAX_SLOTS:
-        return f"num_slots_per_rank x num_ranks: {spec.num_slots} given, at most {MAX_SLOTS}"
-    return None
-
-
 @dataclass(frozen=True)
 class _AfterEvent(Pending[Any]):
     event: Any
@@ -184,9 +150,3 @@ def _max_tokens(spec: DispatchSpec) -> int:
 
 def _has_network_device() -> bool:
     return NETWORK_DEVICES.is_dir() and any(NETWORK_DEVICES.iterdir())
-
-
-def _needs_row_major_scales() -> bool:
-    """DeepGEMM takes float32 scales with the prefix-sum layout column-major on SM90, where it saves
-    a transpose in every product, and row-major on SM100, where it packs them itself."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 10

@@ -1,7 +1,8 @@
 """One rank holds all slots: no communication, the same quantised payload, and one layout.
 
-Both modes give the contiguous layout, since the counts are known here and rows without gaps spare
-the experts a gather and a scatter; the modes differ in their limits, as everywhere.
+Both modes give the contiguous layout, since rows without gaps spare the experts a gather and a
+scatter; the modes differ in their limits, as everywhere. On a GPU with Triton nothing goes through
+the host: see ``local_device.py``.
 
 Shape letters: T tokens, K choices per token, S slots, H hidden.
 """
@@ -12,6 +13,7 @@ import numpy as np
 import torch
 from torch.distributed import ProcessGroup
 
+from moe_ep import kernels
 from moe_ep.dispatch.base import Dispatched, Dispatcher, DispatchSpec, Mode, Pending, Ready
 from moe_ep.dispatch.layout import (
     Entries,
@@ -21,7 +23,8 @@ from moe_ep.dispatch.layout import (
     sum_order,
     weighted_sums,
 )
-from moe_ep.dispatch.routing import check_outputs, read_choices, spec_problem
+from moe_ep.dispatch.local_device import DeviceHandle, combine_on_device, dispatch_on_device
+from moe_ep.dispatch.routing import check_inputs, check_outputs, read_choices, spec_problem
 
 
 @dataclass(frozen=True)
@@ -45,10 +48,20 @@ class LocalDispatcher(Dispatcher):
             return f"num_ranks: {spec.num_ranks} given, local serves one rank only"
         return spec_problem(spec)
 
+    @classmethod
+    def capture_problem(cls, mode: Mode) -> str | None:
+        is_on_device = kernels.are_used(torch.device("cuda"))
+        return None if is_on_device else super().capture_problem(mode)
+
     def dispatch(
         self, *, x: torch.Tensor, topk_slots: torch.Tensor, topk_weights: torch.Tensor, mode: Mode
     ) -> Pending[Dispatched]:
         spec = self.spec
+        if kernels.are_used(x.device):
+            check_inputs(
+                x=x, topk_slots=topk_slots, topk_weights=topk_weights, mode=mode, spec=spec
+            )
+            return Ready(dispatch_on_device(x, topk_slots, topk_weights, spec))
         choices = read_choices(
             x=x, topk_slots=topk_slots, topk_weights=topk_weights, mode=mode, spec=spec
         )
@@ -62,7 +75,9 @@ class LocalDispatcher(Dispatcher):
 
     def combine(self, *, y: torch.Tensor, dispatched: Dispatched) -> Pending[torch.Tensor]:
         check_outputs(y, dispatched, self.spec)
-        handle: _Handle = dispatched.handle
+        handle: _Handle | DeviceHandle = dispatched.handle
+        if isinstance(handle, DeviceHandle):
+            return Ready(combine_on_device(y, handle))
         entries = handle.entries
         starts = sum_order(entries.rows, handle.num_tokens)
         values = y.reshape(-1, self.spec.hidden)

@@ -10,18 +10,21 @@ import psutil
 import torch
 
 from attention import BLOCK_SIZE, AttentionBackend, LatentCache, create_attention
-from eplb.placement import Placement
 from moe_ep.config import Choice, EngineConfig, ModelConfig, validate
 from moe_ep.dispatch import BACKENDS as DISPATCHERS
 from moe_ep.dispatch import Dispatcher, create_dispatcher
+from moe_ep.engine import graphs
 from moe_ep.engine.admission import AdmissionLimits
-from moe_ep.engine.backends import resolve_backends, row_alignment
+from moe_ep.engine.backends import exchange_spec, resolve_backends
+from moe_ep.engine.eplb import Balancer, initial_placement
 from moe_ep.engine.host import use_huge_pages
 from moe_ep.engine.kv_blocks import BlockPool, blocks_needed
+from moe_ep.engine.micro_batches import TokenCost
 from moe_ep.engine.runner import Runner
 from moe_ep.engine.sampler import Sampler
 from moe_ep.engine.scheduler import Scheduler
-from moe_ep.engine.specs import DTYPES, dispatch_spec, expert_spec, step_rules
+from moe_ep.engine.specs import DTYPES, expert_spec, step_rules
+from moe_ep.engine.step_sampling import StepSampling
 from moe_ep.engine.step_shape import StepRules
 from moe_ep.engine.step_sync import GroupSync, LocalSync, StepSync
 from moe_ep.engine.world import World
@@ -30,7 +33,7 @@ from moe_ep.model.build import DecoderParts, attention_spec, build_decoder
 from moe_ep.model.decoder import Decoder
 from moe_ep.model.loader import CheckpointSource, progress_bar
 from moe_ep.model.weights import DummySource, LoadReport
-from moe_ep.progress import Progress
+from moe_ep.progress import Progress, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +67,8 @@ class Assembly:
     sync: StepSync
     step_rules: StepRules
     progress: Progress
+    sampling: StepSampling
+    balancer: Balancer
 
 
 def assemble(config: EngineConfig, world: World) -> Assembly:
@@ -77,6 +82,8 @@ def assemble(config: EngineConfig, world: World) -> Assembly:
     config, backends = resolve_backends(config, model, world.device)
     choices += backends
     _check_agreement(config, world)
+    config, captures = graphs.resolve_graphs(config, world)
+    choices += captures
     if world.rank == 0:
         for choice in choices:
             logger.info("%s = %s: %s", choice.field, choice.value, choice.reason)
@@ -108,12 +115,7 @@ class _Assembler:
         self.expert_spec = expert_spec(config, model, world.device)
         self.progress = Progress()
         self.rules = step_rules(config)
-        self.placement = Placement.trivial(
-            num_layers=model.num_moe_layers,
-            num_experts=model.num_experts,
-            num_ranks=config.ep_size,
-            num_redundant=config.ep_num_redundant_experts,
-        )
+        self.placement = initial_placement(config, model, world)
 
     def assemble(self) -> Assembly:
         spec = attention_spec(self.model, self.dtype)
@@ -125,6 +127,15 @@ class _Assembler:
         cache = self._cache()
         pool = BlockPool(cache.num_blocks)
         scheduler = self._scheduler(pool)
+        runner = Runner(
+            decoder=decoder,
+            cache=cache,
+            attention=attention,
+            dispatcher=dispatcher,
+            sampler=Sampler(self.model.eos_token_ids),
+            token_cost=TokenCost.of(self.model),
+        )
+        self._capture(runner)
         return Assembly(
             info=EngineInfo(
                 vocab_size=self.model.vocab_size,
@@ -136,23 +147,19 @@ class _Assembler:
             ),
             scheduler=scheduler,
             pool=pool,
-            runner=Runner(
-                decoder=decoder,
-                cache=cache,
-                attention=attention,
-                sampler=Sampler(self.model.eos_token_ids),
-            ),
+            runner=runner,
             decoder=decoder,
             dispatcher=dispatcher,
             sync=self._sync(),
             step_rules=self.rules,
             progress=self.progress,
+            sampling=StepSampling(self.config.step_time_interval, self.progress, self.world),
+            balancer=Balancer(self.config, self.placement, decoder.moe_layers, self.world),
         )
 
     def _dispatcher(self) -> Dispatcher:
         backend = self.config.moe_a2a_backend
-        alignment = row_alignment(self.config.moe_runner_backend, self.expert_spec)
-        spec = dispatch_spec(self.config, self.model, alignment)
+        spec = exchange_spec(self.config, self.model, self.device)
         num_bytes, free = DISPATCHERS[backend]().buffer_bytes(spec), _free_bytes(self.device)
         if num_bytes > free:
             raise MemoryError(
@@ -160,7 +167,10 @@ class _Assembler:
                 f" on rank {self.world.rank}; lower max_num_seqs or max_num_batched_tokens"
             )
         logger.info("rank %d: buffers of %s: %d bytes", self.world.rank, backend, num_bytes)
-        return create_dispatcher(backend, spec, self.world.group)
+        dispatcher = create_dispatcher(backend, spec, self.world.group)
+        progress = self.progress
+        dispatcher.listener = lambda part: progress.enter_within(Stage(part))
+        return dispatcher
 
     def _new_experts(self) -> Experts:
         return create_experts(self.config.moe_runner_backend, self.expert_spec)
@@ -225,6 +235,31 @@ class _Assembler:
             total = torch.cuda.get_device_properties(self.device).total_memory
             return free - int((1 - share) * total)
         return int(free * share / self.world.num_local_ranks)
+
+    def _capture(self, runner: Runner) -> None:
+        """Graphs of decode steps, unless some rank cannot have them. Collective."""
+        maker = None if self.config.enforce_eager else graphs.graph_maker(self.device)
+        if maker is None:
+            return
+        free, sizes = _free_bytes(self.device), graphs.step_sizes(self.rules)
+        step_graphs = graphs.StepGraphs(
+            maker=maker,
+            mode=graphs.graph_mode(self.config),
+            attention=runner.attention,
+            dispatcher=runner.dispatcher,
+            cache=runner.cache,
+            max_blocks=blocks_needed(self._max_model_len, BLOCK_SIZE),
+        )
+        try:
+            runner.capture(step_graphs, sizes)
+        except torch.OutOfMemoryError as error:
+            raise MemoryError(
+                f"cuda_graph_bs: {self.config.cuda_graph_bs} given; no room to capture such steps"
+                f" beside weights and cache on rank {self.world.rank}: lower"
+                " gpu_memory_utilization, give fewer sizes, or use enforce_eager"
+            ) from error
+        taken = free - _free_bytes(self.device)
+        logger.info("rank %d: %d graphs: %d bytes", self.world.rank, len(sizes), taken)
 
     @property
     def _max_model_len(self) -> int:

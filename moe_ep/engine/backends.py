@@ -1,7 +1,7 @@
 """Which backends run: each is asked by its own predicate, and "auto" takes the first that can.
 
-Asked once, at start, by the engine and by ``moe-ep check`` alike. Experts come first: the rows that
-they need aligned are what the exchange must deliver.
+Asked once, at start, by the engine and by ``moe-ep check`` alike. Experts come first: the exchange
+must deliver rows as they need them.
 """
 
 import dataclasses
@@ -13,15 +13,15 @@ import torch
 import attention
 from moe_ep import dispatch, experts
 from moe_ep.config import Choice, ConfigError, EngineConfig, ModelConfig, Problem
+from moe_ep.dispatch import DispatchSpec
 from moe_ep.engine.specs import DTYPES, dispatch_spec, expert_spec
-from moe_ep.experts import ExpertSpec
 from moe_ep.model.build import attention_spec
 
 EXPERTS, EXCHANGE, ATTENTION = "moe_runner_backend", "moe_a2a_backend", "attention_backend"
 
 
 class Answer(NamedTuple):
-    """What one backend says of this model on this device, in both exchange modes.
+    """What one backend says of this model on this device, in the exchange modes of the config.
 
     setting: the flag's field that chooses it. reason: why it cannot serve, None when it can.
     """
@@ -56,8 +56,11 @@ def backend_answers(config: EngineConfig, model: ModelConfig, device: torch.devi
         [_ask(EXPERTS, name, load, spec) for name, load in experts.BACKENDS.items()], device
     )
     runner = _choose(config.moe_runner_backend, runners)
-    alignment = row_alignment(str(runner.value), spec) if isinstance(runner, Choice) else 1
-    exchange = dispatch_spec(config, model, alignment)
+    if isinstance(runner, Choice):
+        named = dataclasses.replace(config, moe_runner_backend=str(runner.value))
+        exchange = exchange_spec(named, model, device)
+    else:
+        exchange = dispatch_spec(config, model)
     mla = attention_spec(model, DTYPES[config.dtype])
     kernels = [
         Answer(ATTENTION, name, attention.attention_problem(name, mla))
@@ -70,10 +73,14 @@ def backend_answers(config: EngineConfig, model: ModelConfig, device: torch.devi
     ]
 
 
-def row_alignment(backend: str, spec: ExpertSpec) -> int:
-    """What the backend needs of both layouts; asked of a bank of one slot, which is soon made."""
-    one_slot = dataclasses.replace(spec, num_slots=1)
-    return experts.create_experts(backend, one_slot).row_alignment
+def exchange_spec(config: EngineConfig, model: ModelConfig, device: torch.device) -> DispatchSpec:
+    """What the exchange must serve when the experts are on the backend that the config names. They
+    say what they need of the rows: a bank of one slot, which is soon made, is asked."""
+    one_slot = dataclasses.replace(expert_spec(config, model, device), num_slots=1)
+    bank = experts.create_experts(config.moe_runner_backend, one_slot)
+    return dispatch_spec(
+        config, model, row_alignment=bank.row_alignment, scale_format=bank.scale_format
+    )
 
 
 def _ask(setting: str, backend: str, load: Callable[[], Any], spec: object) -> Answer:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
+from eplb.loads import LoadRecorder, SlotRecords
+from eplb.status import EplbStatus
 from moe_ep.config import EngineConfig
 from moe_ep.engine.assemble import Assembly, EngineInfo, assemble
 from moe_ep.engine.batch import ScheduledBatch
@@ -19,6 +21,7 @@ from moe_ep.engine.request import EngineRequest, FinishReason, StepOutput
 from moe_ep.engine.step_shape import StepKind, StepShape, Vote, derive
 from moe_ep.engine.world import World
 from moe_ep.progress import Progress, Stage
+from moe_ep.recorder import StepRecord
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +34,8 @@ class EngineError(RuntimeError):
 class RankStatus:
     """Where a rank stands; may be asked at any time, also of a stuck or failed engine.
 
-    slot_tokens: per MoE layer, tokens that each of this rank's slots has processed so far.
+    slot_tokens: per MoE layer, tokens that each of this rank's slots has processed so far. eplb:
+    None when experts stay where they are.
     """
 
     rank: int
@@ -43,6 +47,7 @@ class RankStatus:
     kv_blocks_total: int
     slot_tokens: list[list[int]]
     error: str | None
+    eplb: EplbStatus | None = None
 
 
 class Engine:
@@ -90,6 +95,22 @@ class Engine:
             self._raise_if_failed()
         return outputs
 
+    def take_records(self) -> list[StepRecord]:
+        """The steps recorded since the last call, on rank 0's clock. One caller only."""
+        return self._parts.sampling.take()
+
+    def record_loads(self, is_on: bool) -> None:
+        """Start anew, or stop, to record which experts every step's tokens go to.
+
+        Raises RuntimeError without ``expert_distribution_recorder_mode``, as ``load_records``.
+        """
+        recorder = self._load_recorder()
+        recorder.start() if is_on else recorder.stop()
+
+    def load_records(self) -> SlotRecords:
+        """What was recorded of this rank's slots so far."""
+        return self._load_recorder().records()
+
     def status(self) -> RankStatus:
         scheduler = self._scheduler
         pool = self._parts.pool
@@ -103,6 +124,7 @@ class Engine:
             kv_blocks_total=pool.num_blocks,
             slot_tokens=[layer.slot_tokens.tolist() for layer in self._parts.decoder.moe_layers],
             error=self._error,
+            eplb=self._parts.balancer.status(),
         )
 
     def stop(self) -> None:
@@ -122,11 +144,13 @@ class Engine:
             self._outbox.put([])  # a poller that waits learns of the failure at once
             raise EngineError(self._error) from error
         finally:
+            self._parts.balancer.close()
             self._parts.dispatcher.destroy()
 
     @torch.inference_mode()
     def step(self) -> bool:
         """One agreed step, or one sleep when all ranks are idle. False once they stop."""
+        self._parts.sampling.begin()
         self._progress.enter(Stage.SCHEDULING)
         self._drain_inbox()
         batch = self._scheduler.schedule()
@@ -135,26 +159,34 @@ class Engine:
             return False
         if shape.kind is StepKind.IDLE:
             self._scheduler.check_integrity()
+            self._parts.balancer.before_sleep(self._progress.step)
             self._progress.enter(Stage.ASLEEP)
             self._parts.sync.sleep(self._has_news)
             return True
+        self._progress.enter(Stage.BALANCING)
+        self._parts.balancer.before_step(self._progress.step, shape)
         sampled = self._parts.runner.run(batch, shape)
         self._progress.enter(Stage.OUTPUTS)
         self._emit(self._scheduler.update(batch, sampled))
+        self._parts.sampling.end()
         self._progress.step += 1
         return True
 
     def _agree(self, batch: ScheduledBatch) -> StepShape:
-        self._progress.enter(Stage.STEP_SHAPE)
         self._progress.num_tokens = batch.num_tokens
+        parts = self._parts
         vote = Vote(
             step=self._progress.step,
             num_decode_tokens=batch.num_decode_tokens,
             num_prefill_tokens=batch.num_prefill_tokens,
+            num_largest_part=parts.runner.largest_part(batch) if parts.step_rules.overlap else 0,
             wants_stop=self._stopping.is_set(),
+            eplb_done=parts.balancer.is_done,
+            eplb_failed=parts.balancer.has_failed,
         )
-        votes = [Vote.decode(vector) for vector in self._parts.sync.agree(vote.encode())]
-        return derive(votes, self._parts.step_rules)
+        self._progress.enter(Stage.STEP_SHAPE)
+        votes = [Vote.decode(vector) for vector in parts.sync.agree(vote.encode())]
+        return derive(votes, parts.step_rules)
 
     def _has_news(self) -> bool:
         return self._stopping.is_set() or not self._inbox.empty()
@@ -179,6 +211,11 @@ class Engine:
     def _emit(self, outputs: list[StepOutput]) -> None:
         if outputs:
             self._outbox.put(outputs)
+
+    def _load_recorder(self) -> LoadRecorder:
+        if self._parts.balancer.recorder is None:
+            raise RuntimeError("the engine was started without expert_distribution_recorder_mode")
+        return self._parts.balancer.recorder
 
     def _raise_if_failed(self) -> None:
         if self._error is not None:

@@ -5,6 +5,7 @@ Knows nothing of queues, nor of other ranks beyond the step shape that all agree
 Shape letters: T tokens of the step (padding included), H hidden, V vocabulary.
 """
 
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -12,12 +13,15 @@ import torch
 from attention.base import AttentionBackend
 from attention.latent_cache import LatentCache
 from moe_ep import overlap
+from moe_ep.dispatch.base import Dispatcher
 from moe_ep.engine.batch import PrefillChunk, ScheduledBatch
+from moe_ep.engine.graphs import StepGraphs
+from moe_ep.engine.micro_batches import TokenCost, split
 from moe_ep.engine.request import SampledToken, TokenLogprobs
 from moe_ep.engine.sampler import Sampler, prompt_logprobs
-from moe_ep.engine.step_input import make_step_input, whole_batch
+from moe_ep.engine.step_input import MicroBatch, make_step_input, whole_batch
 from moe_ep.engine.step_shape import StepShape
-from moe_ep.model.decoder import Decoder
+from moe_ep.model.decoder import Decoder, StepInput
 from moe_ep.progress import Stage
 
 
@@ -30,13 +34,18 @@ class Runner:
         decoder: Decoder,
         cache: LatentCache,
         attention: AttentionBackend,
+        dispatcher: Dispatcher,
         sampler: Sampler,
+        token_cost: TokenCost,
     ) -> None:
         self.decoder = decoder
         self.cache = cache
         self.attention = attention
+        self.dispatcher = dispatcher
         self.sampler = sampler
+        self.token_cost = token_cost
         self.device = cache.tensor.device
+        self._graphs: StepGraphs | None = None
 
     def run(self, batch: ScheduledBatch, shape: StepShape) -> dict[str, SampledToken]:
         """Run the agreed step and return what ``Scheduler.update`` needs of it, by request id.
@@ -45,20 +54,55 @@ class Runner:
         """
         progress = self.decoder.progress
         progress.enter(Stage.INPUTS)
-        step = make_step_input(
-            whole_batch(batch),
-            attention=self.attention,
-            mode=shape.mode,
-            num_padded_tokens=shape.padded_tokens,
-            device=self.device,
-        )
-        (hidden,) = overlap.run([self.decoder.forward(step, self.cache)])
+        parts = self._micro_batches(batch, shape)
+        outs = self._forward(parts, shape)
+        rows = [out[: part.num_tokens] for out, part in zip(outs, parts, strict=True)]
+        hidden = rows[0] if len(rows) == 1 else torch.cat(rows)  # in token order
         progress.enter(Stage.HEAD)
         sampled = self._sample(hidden, batch)
         for request_id, entries in self._prompt_logprobs(hidden, batch).items():
             token = sampled.get(request_id, SampledToken(None))
             sampled[request_id] = replace(token, prompt_logprobs=entries)
         return sampled
+
+    @torch.inference_mode()
+    def capture(self, graphs: StepGraphs, sizes: Iterable[tuple[int, ...]]) -> None:
+        """Capture decode steps of these padded sizes, before the first step. Collective."""
+        graphs.capture(sizes, forward=self._run, decoder=self.decoder)
+        self._graphs = graphs
+        self.decoder.progress.enter(Stage.LOADING)
+
+    def largest_part(self, batch: ScheduledBatch) -> int:
+        """Tokens of the larger one of two micro-batches; padding could only make it smaller."""
+        return max(part.num_tokens for part in split(whole_batch(batch), self.token_cost))
+
+    def _micro_batches(self, batch: ScheduledBatch, shape: StepShape) -> tuple[MicroBatch, ...]:
+        whole = whole_batch(batch)
+        return split(whole, self.token_cost, shape.micro_batch_rows) if shape.overlap else (whole,)
+
+    def _forward(self, parts: Sequence[MicroBatch], shape: StepShape) -> list[torch.Tensor]:
+        """Last hidden states of each micro-batch, padding included."""
+        self.dispatcher.prepare(shape.mode)
+        captured = None if self._graphs is None else self._graphs.find(shape)
+        if captured is None:
+            steps = enumerate(parts)
+            return self._run([self._step_input(part, shape, index) for index, part in steps])
+        captured.fill(parts)
+        self.decoder.progress.enter(Stage.GRAPH)
+        return captured.replay()
+
+    def _run(self, steps: Sequence[StepInput]) -> list[torch.Tensor]:
+        return overlap.run([self.decoder.forward(step, self.cache) for step in steps])
+
+    def _step_input(self, part: MicroBatch, shape: StepShape, index: int) -> StepInput:
+        return make_step_input(
+            part,
+            attention=self.attention,
+            mode=shape.mode,
+            num_padded_tokens=shape.micro_batch_rows,
+            device=self.device,
+            index=index,
+        )
 
     def _sample(self, hidden: torch.Tensor, batch: ScheduledBatch) -> dict[str, SampledToken]:
         requests = batch.sampling_requests

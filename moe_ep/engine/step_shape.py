@@ -12,23 +12,27 @@ from enum import Enum
 from moe_ep.dispatch.base import Mode
 
 DEEPEP_MODES = ("auto", "normal", "low_latency")
+LARGEST_SHARE = 0.75
 
 
 @dataclass(frozen=True)
 class Vote:
     """What one rank brings to a step.
 
-    step: steps this rank has run; equal on all ranks. is_draining: takes no new requests and wants
-    to stop once nobody has work. wants_stop: wants no further step at all. can_overlap: its batch
-    can be split in two.
+    step: steps this rank has run; equal on all ranks. num_largest_part: tokens of the larger one of
+    the two micro-batches that its tokens would be split into. is_draining: takes no new requests
+    and wants to stop once nobody has work. wants_stop: wants no further step at all. eplb_done,
+    eplb_failed: the job of ``eplb.manager`` has ended, and did so with an error.
     """
 
     step: int
     num_decode_tokens: int = 0
     num_prefill_tokens: int = 0
+    num_largest_part: int = 0
     is_draining: bool = False
     wants_stop: bool = False
-    can_overlap: bool = False
+    eplb_done: bool = False
+    eplb_failed: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -42,8 +46,17 @@ class Vote:
     def decode(cls, vector: Sequence[int]) -> "Vote":
         if len(vector) != len(fields(cls)):
             raise ValueError(f"vote: {len(vector)} numbers given; {len(fields(cls))} are needed")
-        step, num_decode_tokens, num_prefill_tokens, *flags = vector
-        return cls(step, num_decode_tokens, num_prefill_tokens, *map(bool, flags))
+        step, num_decode_tokens, num_prefill_tokens, num_largest_part, *flags = vector
+        return cls(step, num_decode_tokens, num_prefill_tokens, num_largest_part, *map(bool, flags))
+
+
+@dataclass(frozen=True)
+class OverlapRules:
+    """Fewest tokens of the fullest rank, which the others wait for, that are worth two
+    micro-batches: in a step where no rank prefills, and in any other."""
+
+    decode: int
+    prefill: int
 
 
 @dataclass(frozen=True)
@@ -52,11 +65,13 @@ class StepRules:
 
     deepep_mode: "auto", "normal" or "low_latency". capacity: most tokens that a rank may bring to a
     low-latency step. buckets: rising padded token counts of decode steps; empty for no padding.
+    overlap: when a step is two micro-batches; None for never.
     """
 
     deepep_mode: str
     capacity: int
     buckets: tuple[int, ...] = ()
+    overlap: OverlapRules | None = None
 
     def __post_init__(self) -> None:
         if self.deepep_mode not in DEEPEP_MODES:
@@ -86,7 +101,9 @@ class StepShape:
     """The agreed shape; equal on all ranks.
 
     max_tokens: most tokens of any rank. padded_tokens: what every rank pads its tokens to; None
-    when each keeps its own number. is_draining: some rank drains, so none should take new requests.
+    when each keeps its own number. overlap: two micro-batches take turns. is_draining: some rank
+    drains, so none should take new requests.
+    eplb_done, eplb_failed: the jobs of all ranks have ended, that of some rank with an error.
     """
 
     kind: StepKind
@@ -95,6 +112,15 @@ class StepShape:
     padded_tokens: int | None = None
     overlap: bool = False
     is_draining: bool = False
+    eplb_done: bool = False
+    eplb_failed: bool = False
+
+    @property
+    def micro_batch_rows(self) -> int | None:
+        """What every rank pads each micro-batch to; None when each keeps its own number."""
+        if self.padded_tokens is None or not self.overlap:
+            return self.padded_tokens
+        return -(-self.padded_tokens // 2)
 
 
 class StepMismatch(RuntimeError):
@@ -108,6 +134,8 @@ def derive(votes: Sequence[Vote], rules: StepRules) -> StepShape:
     - No tokens anywhere: stop if any rank drains, else idle.
     - Low latency if no rank prefills and every rank's tokens fit the capacity, unless forced.
     - A decode step is padded to the smallest bucket that holds every rank's tokens.
+    - Two micro-batches if the fullest rank has tokens enough, and no rank has a part that holds
+      more than LARGEST_SHARE of as many: nothing would be left to hide its exchanges behind.
 
     Raises StepMismatch when step counters differ; ValueError when low latency is forced and a rank
     brings more than the capacity (it has ignored ``StepRules.token_budget``).
@@ -127,8 +155,10 @@ def derive(votes: Sequence[Vote], rules: StepRules) -> StepShape:
         mode=mode,
         max_tokens=max_tokens,
         padded_tokens=_bucket(rules.buckets, max_tokens, limit) if is_decode else None,
-        overlap=all(vote.can_overlap for vote in votes),
+        overlap=_overlaps(votes, rules, is_decode, max_tokens),
         is_draining=is_draining,
+        eplb_done=all(vote.eplb_done for vote in votes),
+        eplb_failed=any(vote.eplb_failed for vote in votes),
     )
 
 
@@ -148,6 +178,14 @@ def _mode(votes: Sequence[Vote], rules: StepRules, is_decode: bool, max_tokens: 
     if rules.deepep_mode == "auto":
         return Mode.LOW_LATENCY if is_decode and fits else Mode.NORMAL
     return Mode(rules.deepep_mode)
+
+
+def _overlaps(votes: Sequence[Vote], rules: StepRules, is_decode: bool, max_tokens: int) -> bool:
+    if rules.overlap is None:
+        return False
+    fewest = rules.overlap.decode if is_decode else rules.overlap.prefill
+    largest = max(vote.num_largest_part for vote in votes)
+    return max_tokens >= fewest and largest <= LARGEST_SHARE * max_tokens
 
 
 def _bucket(buckets: Sequence[int], num_tokens: int, limit: int | None) -> int | None:

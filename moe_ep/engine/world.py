@@ -72,7 +72,8 @@ class World:
             )
             group = dist.group.WORLD
         self.group = group if num_ranks > 1 else None
-        self.num_local_ranks = self.gather(socket.gethostname()).count(socket.gethostname())
+        self.hosts = self.gather(socket.gethostname())  # of each rank
+        self.num_local_ranks = self.hosts.count(socket.gethostname())
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, in rank order. Collective."""

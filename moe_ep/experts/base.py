@@ -5,10 +5,12 @@ Shape letters: S slots on this rank, H hidden, I expert intermediate.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from moe_ep.dispatch.base import Dispatched
+from moe_ep.fp8 import ScaleFormat
 
 CPU = torch.device("cpu")
 
@@ -58,6 +60,9 @@ class Experts(ABC):
     row_alignment: int
     """What this backend needs of both layouts: slots start at multiples of it (contiguous), and
     have room for a multiple of it (masked: C)."""
+    scale_format: ScaleFormat = ScaleFormat.FLOAT32
+    """Of FP8 rows, as this backend multiplies them. One that wants UE8M0 takes float32 too: not
+    every exchange can send it."""
 
     @abstractmethod
     def __init__(self, spec: ExpertSpec) -> None:
@@ -68,9 +73,37 @@ class Experts(ABC):
     def supports(cls, spec: ExpertSpec) -> str | None:
         """None when this backend can serve the spec, else the reason why not."""
 
+    @classmethod
+    def capture_problem(cls) -> str | None:
+        """None when ``__call__`` can be captured as a graph, else the reason why not."""
+        return "the host reads the counts of every slot"
+
     @abstractmethod
     def load_slot(self, slot: int, weights: ExpertWeights) -> None:
         """Place an expert in a slot (0-based on this rank), replacing what it held."""
+
+    @abstractmethod
+    def slot_tensors(self, slot: int) -> list[torch.Tensor]:
+        """What a slot holds, in this backend's own form: all of it, of the same shapes and dtypes
+        for every slot of every bank with this spec. Not to be modified; may be views of it."""
+
+    def stage(self, tensors: list[torch.Tensor]) -> object:
+        """Make what ``slot_tensors`` gave, here or on another rank, ready for ``load_staged``.
+
+        Touches nothing in use and may run in a thread beside ``__call__``. The tensors may be kept.
+        """
+        return [tensor.to(self.spec.device) for tensor in tensors]
+
+    def load_staged(self, slot: int, staged: Any) -> None:
+        """Place a staged expert in a slot: exactly what the slot that it came from held.
+
+        In the order of the current stream and without waiting; addresses stay as they are, so that
+        captured steps see it.
+        """
+        for kept, given in zip(self.slot_tensors(slot), staged, strict=True):
+            kept.copy_(given)
+            if given.is_cuda:  # staged on another stream, whose memory this copy still reads
+                given.record_stream(torch.cuda.current_stream())
 
     @abstractmethod
     def __call__(self, dispatched: Dispatched) -> torch.Tensor:

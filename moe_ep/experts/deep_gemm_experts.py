@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from moe_ep import kernels
 from moe_ep.deep_gemm_library import DeepGemm, find_problem
 from moe_ep.dispatch.base import ContiguousLayout, Dispatched, MaskedLayout
 from moe_ep.experts.base import Experts, ExpertSpec, ExpertWeights
@@ -43,6 +44,9 @@ class _Bank(NamedTuple):
         if self.scales is not None and scale is not None:
             self.scales[slot].copy_(scale)
 
+    def of_slot(self, slot: int) -> list[torch.Tensor]:
+        return [part[slot] for part in self if part is not None]
+
 
 class DeepGemmExperts(Experts):
     """See ``Experts``. Outputs of a slot that was never loaded are NaN: the counts, which would
@@ -58,6 +62,8 @@ class DeepGemmExperts(Experts):
         self.spec = spec
         self.library = DeepGemm()
         self.row_alignment = self.library.row_alignment
+        if spec.is_fp8:
+            self.scale_format = self.library.scale_format
         self._gate_up = self._bank(2 * spec.intermediate, spec.hidden)
         self._down = self._bank(spec.hidden, spec.intermediate)
 
@@ -74,6 +80,10 @@ class DeepGemmExperts(Experts):
             if size < 1 or size % multiple:
                 return f"{name}: {size} given, deep_gemm needs a multiple of {multiple}"
         return find_problem()
+
+    @classmethod
+    def capture_problem(cls) -> str | None:
+        return None
 
     def load_slot(self, slot: int, weights: ExpertWeights) -> None:
         """See ``Experts``. The weights are copied, in place and in the order of the current stream.
@@ -94,6 +104,9 @@ class DeepGemmExperts(Experts):
         self._store(self._gate_up, slot, gate_up, gate_up_scale)
         self._store(self._down, slot, weights.down, weights.down_scale)
 
+    def slot_tensors(self, slot: int) -> list[torch.Tensor]:
+        return [*self._gate_up.of_slot(slot), *self._down.of_slot(slot)]
+
     def __call__(self, dispatched: Dispatched) -> torch.Tensor:
         """See ``Experts``. Raises ValueError when the rows or the layout do not fit the spec or
         the alignment, before any kernel runs."""
@@ -105,7 +118,7 @@ class DeepGemmExperts(Experts):
         multiply = self._product(dispatched.layout, leading[-1])
         gate_up = y.new_empty(*leading, 2 * self.spec.intermediate)
         multiply(self._input(dispatched), self._gate_up.operand, gate_up)
-        hidden = self._activation(gate_up, dispatched.row_weights)
+        hidden = self._activation(gate_up, dispatched)
         multiply(hidden, self._down.operand, y)
         return y
 
@@ -128,18 +141,35 @@ class DeepGemmExperts(Experts):
             return rows.to(BF16) if scales is None else dequantize_rows(rows, scales, BF16)
         return self.library.quantized(rows) if scales is None else self.library.rows(rows, scales)
 
-    def _activation(self, gate_up: torch.Tensor, row_weights: torch.Tensor | None) -> Operand:
+    def _activation(self, gate_up: torch.Tensor, dispatched: Dispatched) -> Operand:
         """SwiGLU in float32, times the row weight, rounded once. ``[.., 2I]`` -> ``[.., I]``.
 
         Row weights are applied here, not to the output: the down projection is linear, and its
-        output would be rounded a second time. Rows outside the layout are computed from whatever
-        they hold, which costs no search for them and reaches no other row.
+        output would be rounded a second time.
         """
+        if kernels.are_used(gate_up.device):
+            return self._activation_by_kernel(gate_up, dispatched)
+        # Rows outside the layout are computed from whatever they hold, which costs no search for
+        # them and reaches no other row.
         gate, up = gate_up.float().chunk(2, dim=-1)
         hidden = F.silu(gate).mul_(up)
-        if row_weights is not None:
-            hidden.mul_(row_weights.unsqueeze(-1))
+        if dispatched.row_weights is not None:
+            hidden.mul_(dispatched.row_weights.unsqueeze(-1))
         return self.library.quantized(hidden) if self.spec.is_fp8 else hidden.to(BF16)
+
+    def _activation_by_kernel(self, gate_up: torch.Tensor, dispatched: Dispatched) -> Operand:
+        from moe_ep.kernels.swiglu import swiglu
+
+        values, scales = swiglu(
+            gate_up,
+            layout=dispatched.layout,
+            intermediate=self.spec.intermediate,
+            row_weights=dispatched.row_weights,
+            quantizes=self.spec.is_fp8,
+            scale_format=self.library.scale_format,
+            is_column_major=True,
+        )
+        return values if scales is None else (values, scales)
 
     def _bank(self, num_rows: int, num_cols: int) -> _Bank:
         shape, device = (self.spec.num_slots, num_rows, num_cols), self.spec.device

@@ -78,8 +78,22 @@ class TorchExperts(Experts):
         gate = _restore("gate", weights.gate, weights.gate_scale, (intermediate, hidden), dtype)
         up = _restore("up", weights.up, weights.up_scale, (intermediate, hidden), dtype)
         down = _restore("down", weights.down, weights.down_scale, (hidden, intermediate), dtype)
-        gate_up = Linear(torch.cat([gate, up]), dtype)
-        self._experts[slot] = _Expert(gate_up, Linear(down, dtype))
+        self.load_staged(slot, self.stage([torch.cat([gate, up]), down]))
+
+    def slot_tensors(self, slot: int) -> list[torch.Tensor]:
+        """See ``Experts``. Raises RuntimeError for a slot that was never loaded."""
+        expert = self._experts[slot]
+        if expert is None:
+            raise RuntimeError(f"slot {slot} holds no expert")
+        return [expert.gate_up.dense_weight, expert.down.dense_weight]
+
+    def stage(self, tensors: list[torch.Tensor]) -> _Expert:
+        """See ``Experts``. Packs the weights, which is what takes time."""
+        gate_up, down = tensors
+        return _Expert(Linear(gate_up, self.spec.dtype), Linear(down, self.spec.dtype))
+
+    def load_staged(self, slot: int, staged: _Expert) -> None:
+        self._experts[slot] = staged
 
     def __call__(self, dispatched: Dispatched) -> torch.Tensor:
         """See ``Experts``. Raises ValueError when the rows or the layout do not fit the spec, and

@@ -13,7 +13,7 @@ Shape letters: S slots, H hidden, I expert intermediate, P: I rounded up to a mu
 
 import torch
 
-from moe_ep.dispatch.base import ContiguousLayout, Dispatched
+from moe_ep.dispatch.base import ContiguousLayout, Dispatched, MaskedLayout
 from moe_ep.experts.base import Experts, ExpertSpec, ExpertWeights
 from moe_ep.fp8 import BLOCK, FP8, num_blocks
 
@@ -43,6 +43,9 @@ class _Weight:
             first = first_row // BLOCK
             self.scales[slot, first : first + len(scale)].copy_(scale)
 
+    def of_slot(self, slot: int) -> list[torch.Tensor]:
+        return [part[slot] for part in (self.values, self.scales) if part is not None]
+
 
 class TritonExperts(Experts):
     """See ``Experts``."""
@@ -68,6 +71,10 @@ class TritonExperts(Experts):
                 return f"{name}: {getattr(spec, name)} given, must be at least 1"
         return device_problem(spec.device, needs_fp8=spec.is_fp8)
 
+    @classmethod
+    def capture_problem(cls) -> str | None:
+        return None
+
     def load_slot(self, slot: int, weights: ExpertWeights) -> None:
         """See ``Experts``. The weights are copied; the caller may reuse them.
 
@@ -84,6 +91,9 @@ class TritonExperts(Experts):
         self._gate_up.load(slot, self._padded, weights.up, weights.up_scale)
         self._down.load(slot, 0, weights.down, weights.down_scale)
 
+    def slot_tensors(self, slot: int) -> list[torch.Tensor]:
+        return [*self._gate_up.of_slot(slot), *self._down.of_slot(slot)]
+
     def __call__(self, dispatched: Dispatched) -> torch.Tensor:
         """See ``Experts``. Raises ValueError when the rows do not fit the spec."""
         from moe_ep.kernels.grouped_gemm import grouped_gemm
@@ -91,12 +101,15 @@ class TritonExperts(Experts):
 
         _check_rows(dispatched, self.spec)
         layout = dispatched.layout
+        # Masked rows have far more room than they need; contiguous ones about what they need.
+        expected_rows = self.spec.expected_rows if isinstance(layout, MaskedLayout) else None
         gate_up = grouped_gemm(
             dispatched.rows,
             self._gate_up.values,
             layout=layout,
             a_scales=dispatched.scales,
             b_scales=self._gate_up.scales,
+            expected_rows=expected_rows,
         )
         hidden = swiglu(
             gate_up,
@@ -111,6 +124,7 @@ class TritonExperts(Experts):
             layout=layout,
             a_scales=hidden.scales,
             b_scales=self._down.scales,
+            expected_rows=expected_rows,
         )
 
 

@@ -9,6 +9,8 @@ With ``TRITON_INTERPRET=1``, set before triton is imported, they run on a CPU, s
 tests at small sizes.
 """
 
+from functools import cache
+
 import torch
 
 FP8_CAPABILITY = (8, 9)  # the first with e4m3 tensor cores
@@ -29,3 +31,12 @@ def device_problem(device: torch.device, *, needs_fp8: bool) -> str | None:
         needed = ".".join(map(str, FP8_CAPABILITY))
         return f"FP8 needs compute capability {needed}, this device has {capability}"
     return None
+
+
+@cache
+def are_used(device: torch.device) -> bool:
+    """Whether these kernels, and not torch, do what both can do on tensors of this device.
+
+    The one place where that is decided. Not in the interpreter: torch is faster there.
+    """
+    return device.type == "cuda" and device_problem(device, needs_fp8=True) is None

@@ -13,6 +13,7 @@ import triton.language as tl
 
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
+TUNED_COUNTS = (16, 64, 256)  # the last one stands for more, too
 # Under the interpreter: few, so that every program takes several turns of its loop.
 INTERPRETED_PROGRAMS = 3
 
@@ -56,17 +57,39 @@ def to_e4m3(x):
 
 
 @triton.jit
-def e4m3_block(x):
+def e4m3_block(x, IS_UE8M0: tl.constexpr):
     """Quantise one block of rows: x float32 ``[rows, 128]`` -> e4m3, and scales ``[rows]``.
 
-    The bits are those of ``moe_ep.fp8.quantize_rows``: scale = max(amax, 1e-4) / 448, and correctly
-    rounded divisions. The largest magnitude is taken on bit patterns, which order as the values do,
-    and in which NaN wins (a floating-point maximum would lose it).
+    The bits are those of ``moe_ep.fp8.quantize_rows``: scale = max(amax, 1e-4) / 448, rounded up to
+    a power of two for UE8M0, and correctly rounded divisions. The largest magnitude is taken on bit
+    patterns, which order as the values do, and in which NaN wins (a floating-point maximum would
+    lose it).
     """
     magnitude = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     amax = tl.maximum(tl.max(magnitude, axis=1), 0x38D1B717)  # 1e-4
     scale = tl.div_rn(amax.to(tl.float32, bitcast=True), 448.0)
+    if IS_UE8M0:
+        bits = scale.to(tl.int32, bitcast=True)
+        exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(tl.int32)
+        scale = (tl.minimum(exponent, 254) << 23).to(tl.float32, bitcast=True)
     return to_e4m3(tl.div_rn(x, scale[:, None])), scale
+
+
+@triton.jit
+def store_scale(
+    scales, row_at, block, block_stride, num_blocks, scale, mask, IS_UE8M0: tl.constexpr
+):
+    """Store one block's scales ``[rows]``; row_at: where each row's scales start, in elements.
+
+    UE8M0: four blocks share an int32, so the caller visits all four, also those past num_blocks.
+    """
+    if IS_UE8M0:
+        exponent = tl.where(block < num_blocks, scale.to(tl.int32, bitcast=True) >> 23, 0)
+        codes = scales.to(tl.pointer_type(tl.uint8))
+        at = (row_at + block // 4 * block_stride) * 4 + block % 4
+        tl.store(codes + at, exponent.to(tl.uint8), mask=mask)
+    else:
+        tl.store(scales + row_at + block * block_stride, scale, mask=mask)
 
 
 def configs(
@@ -76,6 +99,14 @@ def configs(
     if not INTERPRETED.value:
         return on_gpu
     return [triton.Config(interpreted or {}, num_warps=4, num_stages=1)]
+
+
+def tuned_for(count: int) -> int:
+    """The bound of the bucket that ``count`` is in, for the key of ``triton.autotune``: one tuning
+    for a handful of rows, one for a decode batch, one for a prefill, and no more. All are multiples
+    of 16, which is what triton specialises integers on, so kernels are not compiled anew.
+    """
+    return next((bound for bound in TUNED_COUNTS if count <= bound), TUNED_COUNTS[-1])
 
 
 @cache

@@ -18,7 +18,7 @@ import triton.language as tl
 
 from moe_ep.dispatch.base import ContiguousLayout, MaskedLayout
 from moe_ep.fp8 import BLOCK, FP8
-from moe_ep.kernels.common import configs, dot, narrow, num_programs
+from moe_ep.kernels.common import configs, dot, narrow, num_programs, tuned_for
 from moe_ep.kernels.quantize import scale_strides
 
 PROGRAMS_PER_SM = 2  # a program of the larger configs fills half of an SM's shared memory
@@ -32,6 +32,7 @@ def grouped_gemm(
     layout: ContiguousLayout | MaskedLayout,
     a_scales: torch.Tensor | None = None,
     b_scales: torch.Tensor | None = None,
+    expected_rows: int | None = None,
 ) -> torch.Tensor:
     """``a[row] @ b[slot].T`` for every row of the layout; BF16, laid out as the rows.
 
@@ -39,6 +40,7 @@ def grouped_gemm(
         ``[..., ceil(K / 128)]`` of any strides.
     b: contiguous ``[S, N, K]``, BF16, or e4m3 with b_scales float32, contiguous
         ``[S, ceil(N / 128), ceil(K / 128)]``.
+    expected_rows: that a slot has on average, where the room for them says nothing; for tuning.
     Rows outside the layout are not read and not written. Raises ValueError for FP8 without scales.
     """
     for name, operand, scales in (("a", a, a_scales), ("b", b, b_scales)):
@@ -48,6 +50,7 @@ def grouped_gemm(
     is_masked = isinstance(layout, MaskedLayout)
     is_scaled = a_scales is not None or b_scales is not None
     block_k = BLOCK if is_scaled else BF16_BLOCK_K
+    room = a.shape[1] if is_masked else len(a) // num_slots
     out = torch.empty(*a.shape[:-1], width, dtype=torch.bfloat16, device=a.device)
     _grouped_gemm[(num_programs(a.device, PROGRAMS_PER_SM),)](
         a,
@@ -61,6 +64,7 @@ def grouped_gemm(
         1 if isinstance(layout, MaskedLayout) else layout.alignment,
         width,
         depth,
+        tuned_for(room if expected_rows is None else expected_rows),
         *((0, 0, 0) if a_scales is None else scale_strides(a_scales)),
         IS_MASKED=is_masked,
         SLOTS=triton.next_power_of_2(num_slots),
@@ -104,7 +108,7 @@ def _slot_rows(
 
 @triton.autotune(
     configs=configs(_gpu_configs(), {"BLOCK_M": 16, "BLOCK_N": 128}),
-    key=["width", "depth", "IS_MASKED"],
+    key=["width", "depth", "tuned_rows", "IS_MASKED"],
 )
 @triton.jit
 def _grouped_gemm(
@@ -119,6 +123,7 @@ def _grouped_gemm(
     alignment,
     width,
     depth,
+    tuned_rows,
     scale_group_stride,
     scale_row_stride,
     scale_block_stride,

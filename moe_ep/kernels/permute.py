@@ -1,10 +1,10 @@
-"""Rows to the layout of the experts and back, without a word from the host.
+"""Rows to the contiguous layout of the experts and back, without a word from the host.
 
 Positions come from counting, not from atomics: a slot holds its rows in the order of the tokens,
-whatever the timing. Sizes that depend on the data are bounded: the contiguous layout gets the rows
-that the worst routing would need, and its layout says which of them are real.
+whatever the timing. Sizes that depend on the data are bounded: where the caller knows no better,
+there are as many rows as the worst routing would need, and the layout says which are real.
 
-Shape letters: T tokens, K choices per token, S slots, C capacity, H hidden, M rows.
+Shape letters: T tokens, K choices per token, S slots, H hidden, M rows.
 """
 
 from dataclasses import dataclass
@@ -13,7 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_ep.dispatch.base import ContiguousLayout, MaskedLayout
+from moe_ep.dispatch.base import ContiguousLayout
+from moe_ep.fp8 import new_columns
 from moe_ep.kernels.common import narrow
 
 BLOCK_TOKENS = 256  # tokens that a slot's program counts at a time
@@ -23,21 +24,20 @@ NOWHERE = -1
 
 @dataclass(frozen=True)
 class Places:
-    """positions: int32 ``[T, K]``, the row of the flattened layout that a choice has, or -1.
-
-    num_rows: rows of the flattened layout, real ones and others.
-    """
+    """positions: int32 ``[T, K]``, the row that a choice has, or -1. num_rows: M, real or not."""
 
     positions: torch.Tensor
-    layout: ContiguousLayout | MaskedLayout
+    layout: ContiguousLayout
     num_rows: int
 
 
-def place_contiguous(topk_slots: torch.Tensor, *, num_slots: int, alignment: int) -> Places:
+def place_contiguous(
+    topk_slots: torch.Tensor, *, num_slots: int, alignment: int, num_rows: int | None = None
+) -> Places:
     """Give every token a row in each slot that it names; slots one after the other.
 
     topk_slots: contiguous int64 ``[T, K]``, 0 to S - 1, or -1 for none. A slot that a token names
-    twice holds it once.
+    twice holds it once. num_rows: of the layout, when the caller knows how many there are.
     """
     num_tokens, num_topk = topk_slots.shape
     positions, counts = _rank_in_slot(topk_slots, num_slots)
@@ -50,30 +50,24 @@ def place_contiguous(topk_slots: torch.Tensor, *, num_slots: int, alignment: int
         _add_starts[(triton.cdiv(topk_slots.numel(), BLOCK_COLS),)](
             topk_slots, starts, positions, topk_slots.numel(), BLOCK=BLOCK_COLS
         )
-    most = num_tokens * min(num_topk, num_slots) + num_slots * (alignment - 1)
-    return Places(positions, ContiguousLayout(psum, alignment), most // alignment * alignment)
+    if num_rows is None:
+        most = num_tokens * min(num_topk, num_slots)
+        num_rows = (most + min(most, num_slots) * (alignment - 1)) // alignment * alignment
+    return Places(positions, ContiguousLayout(psum, alignment), num_rows)
 
 
-def place_masked(topk_slots: torch.Tensor, *, num_slots: int, capacity: int) -> Places:
-    """As ``place_contiguous``, with ``capacity`` >= T rows for each slot; ValueError when less."""
-    if len(topk_slots) > capacity:
-        raise ValueError(f"{len(topk_slots)} tokens given, capacity {capacity} allowed")
-    positions, counts = _rank_in_slot(topk_slots, num_slots)
-    starts = torch.arange(num_slots, dtype=torch.int32, device=topk_slots.device) * capacity
-    if topk_slots.numel():
-        _add_starts[(triton.cdiv(topk_slots.numel(), BLOCK_COLS),)](
-            topk_slots, starts, positions, topk_slots.numel(), BLOCK=BLOCK_COLS
-        )
-    return Places(positions, MaskedLayout(counts), num_slots * capacity)
+def permute(x: torch.Tensor, places: Places, *, is_column_major: bool = False) -> torch.Tensor:
+    """Copy each row of x ``[T, H]`` to its places in ``[M, H]``; other rows stay unset.
 
-
-def permute(x: torch.Tensor, places: Places) -> torch.Tensor:
-    """Copy each row of x ``[T, H]`` to its places: ``[M, H]`` or ``[S, C, H]``, other rows unset.
-
-    Any dtype; scales are permuted by a second call. Rows without a place are not read.
+    Any dtype; scales are permuted by a second call. is_column_major: the result is one of
+    ``moe_ep.fp8.new_columns``. Rows without a place are not read.
     """
     num_tokens, width = x.shape
-    out = torch.empty(places.num_rows, width, dtype=x.dtype, device=x.device)
+    shape = (places.num_rows, width)
+    if is_column_major:
+        out = new_columns(shape, x.dtype, x.device)
+    else:
+        out = torch.empty(shape, dtype=x.dtype, device=x.device)
     block = min(BLOCK_COLS, triton.next_power_of_2(width))
     if num_tokens:
         _permute[(num_tokens, triton.cdiv(width, block))](
@@ -82,11 +76,10 @@ def permute(x: torch.Tensor, places: Places) -> torch.Tensor:
             _as_bits(out),
             width,
             x.stride(0),
+            *out.stride(),
             NUM_TOPK=places.positions.shape[1],
             BLOCK=block,
         )
-    if isinstance(places.layout, MaskedLayout):
-        return out.unflatten(0, (len(places.layout.counts), -1))
     return out
 
 
@@ -170,7 +163,17 @@ def _add_starts(topk_slots, starts, positions, num_choices, BLOCK: tl.constexpr)
 
 
 @triton.jit
-def _permute(x, positions, out, width, row_stride, NUM_TOPK: tl.constexpr, BLOCK: tl.constexpr):
+def _permute(
+    x,
+    positions,
+    out,
+    width,
+    row_stride,
+    out_row_stride,
+    out_col_stride,
+    NUM_TOPK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     token = tl.program_id(0).to(tl.int64)
     col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     last = tl.full((), -1, dtype=tl.int32)
@@ -181,7 +184,8 @@ def _permute(x, positions, out, width, row_stride, NUM_TOPK: tl.constexpr, BLOCK
         for k in tl.static_range(NUM_TOPK):
             position = tl.load(positions + token * NUM_TOPK + k).to(tl.int64)
             if position >= 0:
-                tl.store(out + position * width + col, row, mask=col < width)
+                at = out + position * out_row_stride + col * out_col_stride
+                tl.store(at, row, mask=col < width)
 
 
 @triton.jit

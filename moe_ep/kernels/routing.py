@@ -53,14 +53,14 @@ def map_to_slots(
     topk_idx: torch.Tensor,
     slot_table: torch.Tensor,
     *,
-    num_tokens: torch.Tensor,
+    is_padding: torch.Tensor,
     expert_tokens: torch.Tensor | None,
 ) -> torch.Tensor:
     """int64 ``[T, K]``: ``slot_table[topk_idx]`` for real tokens, -1 for padding and for choice -1.
 
     topk_idx: contiguous int64 ``[T, K]``; padding rows may hold anything.
     slot_table: int64 ``[E]``.
-    num_tokens: int32 with one element, on the device, so that a captured graph serves any number.
+    is_padding: bool ``[T]``, on the device, so that a captured graph serves any number of tokens.
     expert_tokens: int64 ``[E]``, increased by the real tokens' choices of each expert; or None.
     """
     slots = torch.empty_like(topk_idx)
@@ -68,7 +68,7 @@ def map_to_slots(
         _map_to_slots[(triton.cdiv(topk_idx.numel(), BLOCK_CHOICES),)](
             topk_idx,
             slot_table,
-            num_tokens,
+            is_padding,
             expert_tokens,
             slots,
             topk_idx.numel(),
@@ -165,7 +165,7 @@ def _route(
 def _map_to_slots(
     topk_idx,
     slot_table,
-    num_tokens,
+    is_padding,
     expert_tokens,
     slots,
     num_choices,
@@ -173,10 +173,11 @@ def _map_to_slots(
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    is_real = at < tl.load(num_tokens) * num_topk
+    is_inside = at < num_choices
+    is_real = is_inside & (tl.load(is_padding + at // num_topk, mask=is_inside, other=1) == 0)
     expert = tl.load(topk_idx + at, mask=is_real, other=-1)
     is_choice = expert >= 0
     slot = tl.load(slot_table + expert, mask=is_choice, other=-1)
-    tl.store(slots + at, slot, mask=at < num_choices)
+    tl.store(slots + at, slot, mask=is_inside)
     if expert_tokens is not None:
         tl.atomic_add(expert_tokens + expert, 1, mask=is_choice, sem="relaxed")

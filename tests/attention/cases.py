@@ -1,11 +1,20 @@
 """Random MLA problems over a poisoned cache, and their answer from a naive float64 attention."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from attention import AttentionBatch, AttentionSpec, LatentCache
+from attention import (
+    AttentionBackend,
+    AttentionBatch,
+    AttentionPlan,
+    AttentionSpec,
+    LatentCache,
+)
 from attention.base import BLOCK_SIZE
+
+# Decodes around the edges of blocks and of what backends work on at a time.
+RAGGED = [(0, 1), (62, 1), (63, 1), (64, 1), (5, 1), (130, 1), (577, 1), (1100, 1), (511, 1)]
 
 
 def make_spec(
@@ -25,6 +34,18 @@ def make_spec(
         v_head_dim=v_head_dim,
         softmax_scale=(qk_nope_head_dim + qk_rope_head_dim) ** -0.5,
         dtype=dtype,
+    )
+
+
+def flash_mla_spec(num_heads: int = 4) -> AttentionSpec:
+    """The latent that FlashMLA reads, in BF16, with small heads."""
+    return make_spec(
+        torch.bfloat16,
+        num_heads=num_heads,
+        kv_lora_rank=512,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=64,
+        v_head_dim=32,
     )
 
 
@@ -109,3 +130,45 @@ def naive(case: Case) -> torch.Tensor:
         scores.masked_fill_(torch.arange(len(latent)) > last_seen[:, None], -torch.inf)
         outs.append(torch.einsum("nqt,ntv->qnv", scores.softmax(-1), values))
     return torch.cat(outs)
+
+
+def decode(backend: AttentionBackend, case: Case) -> torch.Tensor:
+    """The absorb path from expanded queries to ``[T, N, v]``; the folding in float32."""
+    nope = case.spec.qk_nope_head_dim
+    w_uk, w_uv = case.w_kv_b.float().split([nope, case.spec.v_head_dim], dim=1)
+    absorbed = torch.einsum("tnp,npc->tnc", case.q[..., :nope].float(), w_uk)
+    q = torch.cat([absorbed.to(case.q.dtype), case.q[..., nope:]], dim=-1)
+    return torch.einsum("tnc,nvc->tnv", decode_absorbed(backend, case, q).float(), w_uv)
+
+
+def decode_absorbed(backend: AttentionBackend, case: Case, q: torch.Tensor) -> torch.Tensor:
+    """The contract's ``decode`` for absorbed queries ``[T, N, latent_dim]``."""
+    device = backend.device
+    plan = backend.plan(case.batch)
+    summed = backend.decode(q=q.to(device), cache=case.cache.to(device), plan=plan).cpu()
+    assert summed.shape == (case.batch.num_tokens, case.spec.num_heads, case.spec.kv_lora_rank)
+    assert summed.dtype == case.spec.dtype
+    return summed
+
+
+def run_prefill(
+    backend: AttentionBackend, case: Case, plan: AttentionPlan, rows: slice
+) -> torch.Tensor:
+    """The expand path of some rows of the case."""
+    device, spec = backend.device, case.spec
+    w_uk, w_uv = case.w_kv_b.to(device).split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
+    out = backend.prefill(
+        q=case.q[rows].to(device),
+        latent=case.new_latents[rows].to(device),
+        cache=case.cache.to(device),
+        w_uk=w_uk,
+        w_uv=w_uv,
+        plan=plan,
+    )
+    assert out.dtype == spec.dtype
+    return out.cpu()
+
+
+def prefill(backend: AttentionBackend, case: Case) -> torch.Tensor:
+    plan = backend.plan(replace(case.batch, num_decodes=0))
+    return run_prefill(backend, case, plan, slice(None))

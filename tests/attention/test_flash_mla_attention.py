@@ -11,8 +11,16 @@ import torch
 
 from attention import create_attention
 from attention.flash_mla_attention import FlashMlaAttention
-from tests.attention.cases import Case, make_case, make_spec, naive
-from tests.attention.test_torch_attention import RAGGED, decode, prefill, run_prefill
+from tests.attention.cases import (
+    RAGGED,
+    Case,
+    decode,
+    flash_mla_spec,
+    make_case,
+    naive,
+    prefill,
+    run_prefill,
+)
 from tests.compare import assert_bits_equal, assert_rows_close
 from tests.emulators.device import emulated_kernels
 
@@ -27,15 +35,7 @@ def _sm90() -> Iterator[None]:
 
 
 def make(lens: list[tuple[int, int]], num_decodes: int, *, num_heads: int = 4) -> Case:
-    spec = make_spec(
-        BF16,
-        num_heads=num_heads,
-        kv_lora_rank=512,
-        qk_nope_head_dim=32,
-        qk_rope_head_dim=64,
-        v_head_dim=32,
-    )
-    return make_case(spec, lens, num_decodes)
+    return make_case(flash_mla_spec(num_heads), lens, num_decodes)
 
 
 def assert_answers(got: torch.Tensor, case: Case) -> None:
@@ -57,13 +57,13 @@ def assert_answers(got: torch.Tensor, case: Case) -> None:
 )
 def test_decode(lens: list[tuple[int, int]]) -> None:
     case = make(lens, len(lens))
-    assert_answers(decode(create_attention("flash_mla", case.spec), case, case.w_kv_b), case)
+    assert_answers(decode(create_attention("flash_mla", case.spec), case), case)
 
 
 @pytest.mark.parametrize("num_heads", [1, 16, 128])
 def test_head_counts(num_heads: int) -> None:
     case = make([(70, 1), (3, 2)], 2, num_heads=num_heads)
-    assert_answers(decode(create_attention("flash_mla", case.spec), case, case.w_kv_b), case)
+    assert_answers(decode(create_attention("flash_mla", case.spec), case), case)
 
 
 def test_prefill_is_the_torch_path() -> None:
@@ -76,7 +76,7 @@ def test_prefill_is_the_torch_path() -> None:
 def test_both_paths_agree() -> None:
     case = make(RAGGED, len(RAGGED))
     backend = create_attention("flash_mla", case.spec)
-    got = decode(backend, case, case.w_kv_b)
+    got = decode(backend, case)
     assert_rows_close(got, prefill(backend, case).float(), rtol=RTOL, atol=1e-3)
 
 
@@ -98,7 +98,7 @@ def test_mixed_batch_runs_each_path_on_its_rows() -> None:
             block_tables=case.batch.block_tables[:2],
         ),
     )
-    assert_answers(decode(backend, decodes, case.w_kv_b), decodes)
+    assert_answers(decode(backend, decodes), decodes)
 
 
 def test_queries_of_any_strides() -> None:

@@ -13,18 +13,11 @@ import torch
 
 from attention import AttentionBackend, AttentionSpec, attention_problem, create_attention
 from attention.flash_mla_attention import FlashMlaAttention
-from tests.attention.cases import Case, make_case, make_spec, naive
-from tests.attention.test_torch_attention import decode
+from tests.attention.cases import Case, decode, flash_mla_spec, make_case, naive
 from tests.compare import assert_rows_close
 from tests.emulators.device import DEVICE, emulated_kernels
 
-SPEC = make_spec(
-    torch.bfloat16,
-    kv_lora_rank=512,
-    qk_nope_head_dim=32,
-    qk_rope_head_dim=64,
-    v_head_dim=32,
-)
+SPEC = flash_mla_spec()
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +41,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict]:
 
 
 def check(backend: AttentionBackend, case: Case) -> None:
-    got = decode(backend, case, case.w_kv_b)
+    got = decode(backend, case)
     assert_rows_close(got.double(), naive(case), rtol=4e-2, atol=1e-3)
 
 

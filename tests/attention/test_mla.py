@@ -9,7 +9,7 @@ from torch.nn.functional import linear
 from transformers import DeepseekV3Config
 from transformers.models.deepseek_v3 import modeling_deepseek_v3 as hf
 
-from attention import MLA, AttentionBatch, AttentionSpec, LatentCache, create_attention
+from attention import MLA, AttentionBatch, AttentionSpec, LatentCache, create_attention, new_tokens
 from attention.mla import Part
 from moe_ep.config import ModelConfig
 from moe_ep.model.norm import RMSNorm
@@ -154,8 +154,18 @@ def our_layer(config: Any, reference: Any, dtype: torch.dtype) -> tuple[RotaryEm
 @pytest.mark.parametrize("interleave", [True, False])
 @pytest.mark.parametrize("yarn", [True, False])
 def test_pieces_equal_transformers(q_lora_rank: int | None, interleave: bool, yarn: bool) -> None:
+    check_pieces(Layer(q_lora_rank=q_lora_rank, interleave=interleave, yarn=yarn))
+
+
+@pytest.mark.parametrize("interleave", [True, False])
+def test_pieces_taken_in_by_the_kernel(monkeypatch, interleave: bool) -> None:
+    """In its interpreter; on a GPU it is the usual way."""
+    monkeypatch.setattr(new_tokens, "uses_kernel", lambda device: True)
+    check_pieces(Layer(interleave=interleave))
+
+
+def check_pieces(layer: Layer) -> None:
     """Two sequences by prefill, chunk, mixed steps, single and double decodes, with padding."""
-    layer = Layer(q_lora_rank=q_lora_rank, interleave=interleave, yarn=yarn)
     sequences = {0: torch.randn(150, 64), 1: torch.randn(75, 64)}
     steps = [
         Step([(0, 62)], num_padding=2),

@@ -5,51 +5,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention import AttentionBackend, AttentionPlan, create_attention
+from attention import create_attention
 from attention import torch_decode as decode_module
 from attention import torch_prefill as prefill_module
-from tests.attention.cases import Case, make_case, make_spec, naive
+from tests.attention.cases import (
+    RAGGED,
+    Case,
+    decode,
+    make_case,
+    make_spec,
+    naive,
+    prefill,
+    run_prefill,
+)
 from tests.compare import assert_bits_equal, assert_rows_close
 
 DTYPES = [torch.float32, torch.bfloat16]
 # A bfloat16 score is rounded to 2^-9 of itself and the scores here reach about 10, which moves a
 # probability by 2%; rounded keys, values and probabilities add to it.
 RTOL = {torch.float32: 1e-5, torch.bfloat16: 4e-2}
-RAGGED = [(0, 1), (62, 1), (63, 1), (64, 1), (5, 1), (130, 1), (577, 1), (1100, 1), (511, 1)]
-
-
-def decode(backend: AttentionBackend, case: Case, w_kv_b: torch.Tensor) -> torch.Tensor:
-    """The absorb path from expanded queries to ``[T, N, v]``; the folding in float32."""
-    nope = case.spec.qk_nope_head_dim
-    w_uk, w_uv = w_kv_b.float().split([nope, case.spec.v_head_dim], dim=1)
-    absorbed = torch.einsum("tnp,npc->tnc", case.q[..., :nope].float(), w_uk)
-    q = torch.cat([absorbed.to(case.q.dtype), case.q[..., nope:]], dim=-1)
-    summed = backend.decode(q=q, cache=case.cache, plan=backend.plan(case.batch))
-    assert summed.shape == (case.batch.num_tokens, case.spec.num_heads, case.spec.kv_lora_rank)
-    assert summed.dtype == case.spec.dtype
-    return torch.einsum("tnc,nvc->tnv", summed.float(), w_uv)
-
-
-def run_prefill(
-    backend: AttentionBackend, case: Case, plan: AttentionPlan, rows: slice
-) -> torch.Tensor:
-    """The expand path of some rows of the case."""
-    w_uk, w_uv = case.w_kv_b.split([case.spec.qk_nope_head_dim, case.spec.v_head_dim], dim=1)
-    return backend.prefill(
-        q=case.q[rows],
-        latent=case.new_latents[rows],
-        cache=case.cache,
-        w_uk=w_uk,
-        w_uv=w_uv,
-        plan=plan,
-    )
-
-
-def prefill(backend: AttentionBackend, case: Case) -> torch.Tensor:
-    plan = backend.plan(replace(case.batch, num_decodes=0))
-    out = run_prefill(backend, case, plan, slice(None))
-    assert out.dtype == case.spec.dtype
-    return out
 
 
 def assert_answers(got: torch.Tensor, case: Case) -> None:
@@ -72,7 +46,7 @@ def assert_answers(got: torch.Tensor, case: Case) -> None:
 def test_decode(dtype: torch.dtype, lens: list[tuple[int, int]]) -> None:
     case = make_case(make_spec(dtype), lens, len(lens))
     backend = create_attention("torch", case.spec)
-    assert_answers(decode(backend, case, case.w_kv_b), case)
+    assert_answers(decode(backend, case), case)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -98,7 +72,7 @@ def test_other_head_sizes(sizes: tuple[int, int, int, int]) -> None:
     )
     case = make_case(spec, [(70, 1), (3, 1)], 2)
     backend = create_attention("torch", spec)
-    assert_answers(decode(backend, case, case.w_kv_b), case)
+    assert_answers(decode(backend, case), case)
     assert_answers(prefill(backend, case), case)
 
 
@@ -106,7 +80,7 @@ def test_other_head_sizes(sizes: tuple[int, int, int, int]) -> None:
 def test_paths_agree(dtype: torch.dtype) -> None:
     case = make_case(make_spec(dtype), RAGGED, len(RAGGED))
     backend = create_attention("torch", case.spec)
-    got = decode(backend, case, case.w_kv_b)
+    got = decode(backend, case)
     assert_rows_close(got, prefill(backend, case).float(), rtol=RTOL[dtype], atol=1e-3)
 
 
@@ -145,7 +119,7 @@ def test_decode_does_not_depend_on_how_it_is_cut(
     case = make_case(make_spec(), [*RAGGED, (200, 1)], 10)
     monkeypatch.setattr(decode_module, "ITEM_ROWS", item_rows)
     monkeypatch.setattr(decode_module, "GROUP_ROWS", group_rows)
-    assert_answers(decode(create_attention("torch", case.spec), case, case.w_kv_b), case)
+    assert_answers(decode(create_attention("torch", case.spec), case), case)
 
 
 def test_decode_work_is_proportional_to_the_sum_of_lengths() -> None:
@@ -171,16 +145,16 @@ def test_a_request_does_not_see_its_batch_mates() -> None:
         ),
     )
     backend = create_attention("torch", spec)
-    both = decode(backend, case, case.w_kv_b)
-    assert_rows_close(both[:1], decode(backend, alone, case.w_kv_b))
-    assert_bits_equal(decode(backend, case, case.w_kv_b), both)
+    both = decode(backend, case)
+    assert_rows_close(both[:1], decode(backend, alone))
+    assert_bits_equal(decode(backend, case), both)
 
 
 def test_large_scores_do_not_overflow() -> None:
     case = make_case(make_spec(), [(90, 1), (600, 1)], 2)
     case = replace(case, q=case.q * 100)
     backend = create_attention("torch", case.spec)
-    assert_rows_close(decode(backend, case, case.w_kv_b).double(), naive(case), rtol=1e-3, atol=0.0)
+    assert_rows_close(decode(backend, case).double(), naive(case), rtol=1e-3, atol=0.0)
     assert_rows_close(prefill(backend, case).double(), naive(case), rtol=1e-3, atol=0.0)
 
 

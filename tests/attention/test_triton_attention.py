@@ -5,11 +5,19 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention import AttentionBatch, attention_problem, create_attention
+from attention import AttentionBackend, AttentionBatch, attention_problem, create_attention
 from attention import decode_items as items_module
 from attention.decode_items import cut, plan_items
 from attention.triton_attention import TritonAttention
-from tests.attention.cases import Case, make_case, make_spec, naive
+from tests.attention.cases import (
+    Case,
+    decode,
+    decode_absorbed,
+    make_case,
+    make_spec,
+    naive,
+    run_prefill,
+)
 from tests.compare import assert_bits_equal, assert_rows_close
 from tests.kernels.cases import DEVICE
 
@@ -18,23 +26,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 RTOL = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
-def decode(case: Case) -> torch.Tensor:
-    """The absorb path from expanded queries to ``[T, N, v]``; the folding in float32."""
-    nope = case.spec.qk_nope_head_dim
-    w_uk, w_uv = case.w_kv_b.float().split([nope, case.spec.v_head_dim], dim=1)
-    absorbed = torch.einsum("tnp,npc->tnc", case.q[..., :nope].float(), w_uk)
-    q = torch.cat([absorbed.to(case.q.dtype), case.q[..., nope:]], dim=-1)
-    return torch.einsum("tnc,nvc->tnv", summed(case, q).float(), w_uv)
-
-
-def summed(case: Case, q: torch.Tensor) -> torch.Tensor:
-    """The contract's ``decode`` of the case for absorbed queries ``[T, N, latent_dim]``."""
-    backend = create_attention("triton", case.spec, device=DEVICE)
-    plan = backend.plan(case.batch)
-    got = backend.decode(q=q.to(DEVICE), cache=case.cache.to(DEVICE), plan=plan).cpu()
-    assert got.shape == (case.batch.num_tokens, case.spec.num_heads, case.spec.kv_lora_rank)
-    assert got.dtype == case.spec.dtype
-    return got
+def make_backend(case: Case) -> AttentionBackend:
+    return create_attention("triton", case.spec, device=DEVICE)
 
 
 def assert_answers(got: torch.Tensor, case: Case) -> None:
@@ -52,7 +45,7 @@ def assert_answers(got: torch.Tensor, case: Case) -> None:
 )
 def test_decode(dtype: torch.dtype, lens: list[tuple[int, int]]) -> None:
     case = make_case(make_spec(dtype), lens, len(lens))
-    assert_answers(decode(case), case)
+    assert_answers(decode(make_backend(case), case), case)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +62,7 @@ def test_other_head_sizes(sizes: tuple[int, int, int, int]) -> None:
         v_head_dim=16,
     )
     case = make_case(spec, [(70, 1), (3, 2)], 2)
-    assert_answers(decode(case), case)
+    assert_answers(decode(make_backend(case), case), case)
 
 
 @pytest.mark.parametrize("item_rows", [64, 128])
@@ -80,7 +73,7 @@ def test_decode_does_not_depend_on_how_it_is_cut(
     monkeypatch.setattr(items_module, "ITEM_ROWS", item_rows)
     case = make_case(make_spec(), [(63, 2), (127, 4), (200, 1), (3, 1)], 4)
     assert plan_items(case.batch, DEVICE).is_split
-    assert_answers(decode(case), case)
+    assert_answers(decode(make_backend(case), case), case)
 
 
 def test_a_request_does_not_see_its_batch_mates() -> None:
@@ -94,25 +87,46 @@ def test_a_request_does_not_see_its_batch_mates() -> None:
     )
     q = torch.randn(3, case.spec.num_heads, case.spec.latent_dim).bfloat16()
     alone = replace(case, batch=first)
-    assert_bits_equal(summed(case, q)[:1], summed(alone, q[:1]))
+    backend = make_backend(case)
+    together = decode_absorbed(backend, case, q)
+    assert_bits_equal(together[:1], decode_absorbed(backend, alone, q[:1]))
 
 
 def test_large_scores_do_not_overflow() -> None:
     case = make_case(make_spec(), [(90, 1), (600, 1)], 2)
     case = replace(case, q=case.q * 100)
-    assert_rows_close(decode(case).double(), naive(case), rtol=1e-3, atol=0.0)
+    assert_rows_close(decode(make_backend(case), case).double(), naive(case), rtol=1e-3, atol=0.0)
 
 
 def test_prefill_in_a_mixed_batch() -> None:
     case = make_case(make_spec(), [(100, 1), (0, 70), (90, 33)], 1)
-    backend = create_attention("triton", case.spec, device=DEVICE)
+    backend = make_backend(case)
     plan = backend.plan(case.batch)
     assert (plan.num_decode_tokens, plan.num_tokens) == (1, 104)
-    w_uk, w_uv = case.w_kv_b.to(DEVICE).split([16, 24], dim=1)
-    tensors = {"q": case.q[1:], "latent": case.new_latents[1:], "cache": case.cache}
-    tensors = {name: tensor.to(DEVICE) for name, tensor in tensors.items()}
-    got = backend.prefill(**tensors, w_uk=w_uk, w_uv=w_uv, plan=plan)
-    assert_rows_close(got.cpu().double(), naive(case)[1:], rtol=1e-5, atol=1e-6)
+    got = run_prefill(backend, case, plan, slice(1, None))
+    assert_rows_close(got.double(), naive(case)[1:], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("num_items", "tuned_items"), [(1, 16), (16, 16), (17, 64), (65, 256), (1000, 256)]
+)
+def test_few_and_many_requests_are_tuned_apart(monkeypatch, num_items, tuned_items) -> None:
+    from attention import triton_kernels
+
+    kernel, seen = triton_kernels._decode, []
+    assert "tuned_items" in kernel.keys
+    place = kernel.arg_names.index("tuned_items")
+
+    class Recorded:
+        def __getitem__(self, grid):
+            return lambda *args, **flags: seen.append(args[place])
+
+    monkeypatch.setattr(triton_kernels, "_decode", Recorded())
+    case = make_case(make_spec(), [(3, 1)] * num_items, num_items)
+    triton_kernels.decode(
+        torch.zeros(num_items, 4, 40), case.cache, plan_items(case.batch, DEVICE), case.spec
+    )
+    assert seen == [tuned_items]
 
 
 def test_padding_items_do_nothing() -> None:

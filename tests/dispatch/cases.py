@@ -9,8 +9,17 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_ep.dispatch import Dispatched, DispatchSpec, MaskedLayout
-from moe_ep.fp8 import FP8, dequantize_rows, quantize_rows
+from moe_ep.dispatch import Dispatched, Dispatcher, DispatchSpec, MaskedLayout, Mode
+from moe_ep.fp8 import FP8, ScaleFormat, dequantize_rows, quantize_rows
+from tests.compare import assert_bits_equal, assert_rows_close
+from tests.emulators.deep_gemm.layout import unpack
+
+BF16, F32 = torch.bfloat16, torch.float32
+# Of rows on the way, and of the results.
+DTYPES = [(FP8, BF16), (BF16, BF16), (F32, F32)]
+# Beyond the reference's own order of sums only a fused multiply-add may differ: one rounding of
+# the out dtype per rank.
+RTOL = {BF16: 2**-7, F32: 2**-21}
 
 
 @dataclass(frozen=True)
@@ -27,6 +36,7 @@ class Case:
     num_topk: int = 3
     num_slots_per_rank: int = 4
     row_alignment: int = 1
+    scale_format: ScaleFormat = ScaleFormat.FLOAT32
 
     @property
     def num_ranks(self) -> int:
@@ -45,6 +55,7 @@ class Case:
             payload_dtype=self.payload_dtype,
             out_dtype=self.out_dtype,
             row_alignment=self.row_alignment,
+            scale_format=self.scale_format,
         )
 
 
@@ -150,7 +161,10 @@ def row_values(dispatched: Dispatched) -> torch.Tensor:
     rows = dispatched.rows.flatten(0, -2)
     if dispatched.scales is None:
         return rows.float()
-    return dequantize_rows(rows, dispatched.scales.flatten(0, -2), torch.float32)
+    scales = dispatched.scales.flatten(0, -2)
+    if scales.dtype is torch.int32:
+        scales = unpack(scales, -(-rows.shape[1] // 128))
+    return dequantize_rows(rows, scales, torch.float32)
 
 
 def slot_rows(dispatched: Dispatched) -> list[range]:
@@ -192,3 +206,49 @@ def expected_output(case: Case, rank: int, quantize: Quantizer = quantize_rows) 
                     partial += inputs.topk_weights[token, k] * y
             out[token] += partial.to(case.out_dtype).float()
     return out.to(case.out_dtype)
+
+
+@dataclass(frozen=True)
+class Result:
+    """slots: the rows that each slot of the rank received."""
+
+    out: torch.Tensor
+    slots: list[torch.Tensor]
+    counts: list[int]
+
+
+def run_case(
+    dispatcher: Dispatcher, case: Case, rank: int, mode: Mode, device: torch.device | str = "cpu"
+) -> Result:
+    """There and back, through experts on the CPU. device: that of the dispatcher's tensors."""
+    inputs = {name: value.to(device) for name, value in vars(inputs_of(case, rank)).items()}
+    dispatched = dispatcher.dispatch(**inputs, mode=mode).wait()
+    here = to_cpu(dispatched)
+    y = run_experts(case, rank, here).to(device)
+    out = dispatcher.combine(y=y, dispatched=dispatched).wait().cpu()
+    flat = here.rows.flatten(0, -2)
+    slots = [flat[rows.start : rows.stop].clone() for rows in slot_rows(here)]
+    return Result(out, slots, here.layout.counts.tolist())
+
+
+def to_cpu(dispatched: Dispatched) -> Dispatched:
+    layout = dispatched.layout
+    if isinstance(layout, MaskedLayout):
+        layout = MaskedLayout(layout.counts.cpu())
+    else:
+        layout = replace(layout, psum=layout.psum.cpu())
+    scales = None if dispatched.scales is None else dispatched.scales.cpu()
+    return replace(dispatched, rows=dispatched.rows.cpu(), scales=scales, layout=layout)
+
+
+def check(case: Case, rank: int, results: dict[Mode, Result]) -> None:
+    """Every row and sum against the plain reference, and one mode against the other."""
+    received = expected_rows(case, rank)
+    for result in results.values():
+        assert result.counts == [len(rows) for rows in received]
+        for rows, expected in zip(result.slots, received, strict=True):
+            if expected:
+                assert_bits_equal(rows, torch.stack(expected))
+        want = expected_output(case, rank)
+        assert_rows_close(result.out, want, rtol=RTOL[case.out_dtype], atol=0.0)
+    assert_bits_equal(results[Mode.NORMAL].out, results[Mode.LOW_LATENCY].out)

@@ -13,7 +13,7 @@ import torch
 
 from moe_ep.dispatch import Dispatched, Dispatcher, DispatchSpec, Mode, Pending
 from moe_ep.dispatch import create_dispatcher as create
-from moe_ep.fp8 import FP8
+from moe_ep.fp8 import FP8, ScaleFormat
 from tests.compare import assert_rows_close
 from tests.dispatch.cases import (
     Case,
@@ -23,6 +23,7 @@ from tests.dispatch.cases import (
     run_experts,
     slot_rows,
 )
+from tests.emulators.deep_ep.low_latency import as_ue8m0
 from tests.emulators.install import emulated
 from tests.ranks import RankInfo
 
@@ -102,7 +103,7 @@ def run_case(dispatcher: Dispatcher, case: Case, rank: int, mode: Mode) -> Resul
     flat = dispatched.rows.flatten(0, -2).view(torch.uint8)
     if dispatched.scales is not None:
         column_major = dispatched.scales.flatten(0, -2)
-        scales = torch.empty(column_major.shape).copy_(column_major)
+        scales = torch.empty(column_major.shape, dtype=column_major.dtype).copy_(column_major)
         flat = torch.cat([flat, scales.view(torch.uint8)], dim=1)
     slots = [flat[rows.start : rows.stop].clone() for rows in slot_rows(dispatched)]
     counts = dispatched.layout.counts.tolist()
@@ -155,6 +156,8 @@ def _payload(case: Case, x: torch.Tensor, quantize: Quantizer) -> torch.Tensor:
     if case.payload_dtype != FP8:
         return x.to(case.payload_dtype).view(torch.uint8)
     rows, scales = quantize(x)
+    if case.scale_format is ScaleFormat.UE8M0:
+        scales = as_ue8m0(scales)
     return torch.cat([rows.view(torch.uint8), scales.view(torch.uint8)], dim=1)
 
 

@@ -1,24 +1,30 @@
 """The DeepEP adapters over the stand-in, on 2 and 4 ranks, in both modes, against the reference."""
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 
+from moe_ep import kernels
 from moe_ep.dispatch import Dispatcher, Mode, create_dispatcher
 from moe_ep.experts.base import ExpertSpec, ExpertWeights
 from moe_ep.experts.torch_experts import TorchExperts
-from moe_ep.fp8 import FP8, quantize_blocks, quantize_rows
+from moe_ep.fp8 import FP8, ScaleFormat, quantize_blocks, quantize_rows
 from tests.compare import assert_bits_equal, assert_rows_close
-from tests.dispatch.cases import expected_output
+from tests.dispatch.cases import Case, expected_output
 from tests.dispatch.deep_ep_cases import (
     BACKENDS,
     BF16,
     HIDDEN,
+    Result,
     arguments,
     case,
     cases,
     check,
     is_masked,
     on_stand_in,
+    run_case,
     run_cases,
     start_combine,
 )
@@ -42,6 +48,41 @@ def test_adapter_equals_the_reference(rank_pool: RankPool, backend, num_ranks, p
                 assert result.has_row_weights == (backend == "deepep_v2")
                 if backend == "deepep" and mode is Mode.NORMAL:  # sums in the reference's order
                     assert_bits_equal(result.out, expected_output(one, rank))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_trap_07_scales_for_sm100_are_powers_of_two_four_to_a_word(
+    rank_pool: RankPool, backend, num_ranks
+):
+    todo = [replace(one, scale_format=ScaleFormat.UE8M0) for one in cases(num_ranks, FP8)[:4]]
+    by_rank = rank_pool.run(run_cases, num_ranks, backend, todo)
+    in_kernel = partial(quantize_in_kernel, round_scale=True)
+    before = partial(quantize_rows, use_ue8m0=True)
+    for rank, results in enumerate(by_rank):
+        for one, by_mode in zip(todo, results, strict=True):
+            for mode, result in by_mode.items():
+                is_kernel = backend == "deepep" and mode is Mode.LOW_LATENCY
+                check(one, rank, result, in_kernel if is_kernel else before)
+
+
+def _run_with_kernels(info: RankInfo, todo: list[Case]) -> list[Result]:
+    def work(dispatcher: Dispatcher, one: Case) -> Result:
+        return run_case(dispatcher, one, info.rank, Mode.NORMAL)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "are_used", lambda device: True)
+        return [on_stand_in(info, "deepep", one.spec, partial(work, one=one)) for one in todo]
+
+
+def test_rows_expanded_by_kernels_are_the_same(rank_pool: RankPool):
+    formats = list(ScaleFormat)
+    todo = [replace(one, scale_format=fmt) for one in cases(2, FP8)[:3] for fmt in formats]
+    by_rank = rank_pool.run(_run_with_kernels, 2, todo)
+    for rank, results in enumerate(by_rank):
+        for one, result in zip(todo, results, strict=True):
+            is_ue8m0 = one.scale_format is ScaleFormat.UE8M0
+            check(one, rank, result, partial(quantize_rows, use_ue8m0=is_ue8m0))
 
 
 def _again_and_again(info: RankInfo, backend: str) -> dict[Mode, list[torch.Tensor]]:

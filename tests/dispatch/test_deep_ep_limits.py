@@ -7,15 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_ep.dispatch import DispatchSpec, deep_ep_library, resolve_backend
+from moe_ep.config.exchange import v1_buffer_bytes, v1_limit, v1_rounded_capacity, v2_limit
+from moe_ep.dispatch import DispatchSpec, Mode, deep_ep_library, resolve_backend
 from moe_ep.dispatch.deep_ep_v1 import DeepEpV1Dispatcher
-from moe_ep.dispatch.deep_ep_v1_limits import buffer_sizes, rounded_capacity
-from moe_ep.dispatch.deep_ep_v1_limits import spec_limits as v1_limits
-from moe_ep.dispatch.deep_ep_v2 import DeepEpV2Dispatcher, _needs_row_major_scales
-from moe_ep.dispatch.deep_ep_v2 import spec_limits as v2_limits
-from moe_ep.dispatch.expand import copy_rows, expand, weighted_row_sums
+from moe_ep.dispatch.deep_ep_v2 import DeepEpV2Dispatcher
 from moe_ep.fp8 import FP8
-from tests.compare import assert_bits_equal
 from tests.emulators.install import emulated
 
 # DeepSeek-V3 on one node of eight.
@@ -30,6 +26,16 @@ SPEC = DispatchSpec(
     out_dtype=torch.bfloat16,
     row_alignment=128,
 )
+
+
+def v1_limits(spec: DispatchSpec) -> str | None:
+    return deep_ep_library.common_problem(spec) or v1_limit(spec)
+
+
+def v2_limits(spec: DispatchSpec) -> str | None:
+    return deep_ep_library.common_problem(spec) or v2_limit(spec)
+
+
 BOTH, V1, V2 = (v1_limits, v2_limits), (v1_limits,), (v2_limits,)
 
 
@@ -40,6 +46,7 @@ BOTH, V1, V2 = (v1_limits, v2_limits), (v1_limits,), (v2_limits,)
         (BOTH, {"out_dtype": torch.float32}, "out_dtype: torch.float32 given"),
         (BOTH, {"num_ranks": 1}, "num_ranks: 1 given"),
         (BOTH, {"hidden": 0}, "hidden: 0 given"),
+        (BOTH, {"num_sms": 7}, "num_sms: 7 given, an even number"),
         (V1, {"num_ranks": 3}, "num_ranks: 3 given"),
         (V1, {"num_ranks": 40}, "num_ranks: 40 given"),
         (V1, {"hidden": 7424}, "hidden: 7424 given"),
@@ -58,6 +65,41 @@ BOTH, V1, V2 = (v1_limits, v2_limits), (v1_limits,), (v2_limits,)
 def test_trap_12_limits_are_in_supports(limits, change, reason):
     for limit in limits:
         assert re.search(reason, limit(replace(SPEC, **change)) or "")
+
+
+@pytest.mark.parametrize(
+    ("mode", "change"),
+    [
+        (Mode.NORMAL, {"hidden": 7424}),
+        (Mode.NORMAL, {"num_topk": 12}),
+        (Mode.NORMAL, {"capacity": 497}),
+        (Mode.LOW_LATENCY, {"num_ranks": 3}),
+        (Mode.LOW_LATENCY, {"num_slots_per_rank": 129}),
+    ],
+)
+def test_trap_12_limits_are_those_of_the_modes_in_use(mode, change):
+    spec = replace(SPEC, **change)
+    assert v1_limits(spec) is not None
+    for only in Mode:
+        limit = v1_limits(replace(spec, modes=frozenset({only})))
+        assert (limit is None) == (only is mode), limit
+
+
+def test_low_latency_alone_needs_whole_nodes():
+    spec = replace(SPEC, num_ranks=12, modes=frozenset({Mode.LOW_LATENCY}))
+    assert "12 given, over several nodes a multiple of 8" in (v1_limits(spec) or "")
+    assert v1_limits(replace(spec, num_ranks=40)) is None
+
+
+@pytest.mark.parametrize("num_ranks", [8, 16])
+def test_only_modes_in_use_take_memory(num_ranks):
+    both = replace(SPEC, num_ranks=num_ranks)
+    sizes = v1_buffer_bytes(both)
+    normal = DeepEpV1Dispatcher.buffer_bytes(replace(both, modes=frozenset({Mode.NORMAL})))
+    low = DeepEpV1Dispatcher.buffer_bytes(replace(both, modes=frozenset({Mode.LOW_LATENCY})))
+    assert normal == sizes.nvl + sizes.normal_rdma
+    assert low == sizes.low_latency_rdma
+    assert max(normal, low) < DeepEpV1Dispatcher.buffer_bytes(both)
 
 
 def test_specs_inside_the_limits_are_supported_where_the_library_is():
@@ -113,7 +155,7 @@ def test_trap_18_old_versions_and_deterministic_filling_are_reasons(monkeypatch)
 )
 def test_trap_08_rows_of_a_slot_are_whole_blocks(num_ranks, capacity, alignment, rounded):
     spec = replace(SPEC, num_ranks=num_ranks, capacity=capacity, row_alignment=alignment)
-    assert rounded_capacity(spec) == rounded
+    assert v1_rounded_capacity(spec) == rounded
     assert num_ranks * rounded % max(128, alignment) == 0
 
 
@@ -134,7 +176,7 @@ def test_low_latency_bytes_are_those_measured(capacity, hidden, num_ranks, num_s
         num_ranks=num_ranks,
         num_slots_per_rank=num_slots // num_ranks,
     )
-    assert buffer_sizes(spec, 20).low_latency_rdma == size
+    assert v1_buffer_bytes(spec).low_latency_rdma == size
 
 
 @pytest.mark.parametrize(
@@ -148,45 +190,9 @@ def test_low_latency_bytes_are_those_measured(capacity, hidden, num_ranks, num_s
     ],
 )
 def test_normal_mode_bytes_are_those_measured(num_ranks, nvl, rdma):
-    sizes = buffer_sizes(replace(SPEC, num_ranks=num_ranks), 20)
+    sizes = v1_buffer_bytes(replace(SPEC, num_ranks=num_ranks))
     assert sizes.normal_rdma == rdma
     assert nvl in (None, sizes.nvl)
     total = DeepEpV1Dispatcher.buffer_bytes(replace(SPEC, num_ranks=num_ranks))
     shared = max if num_ranks > 8 else sum
     assert total == sizes.nvl + shared((sizes.normal_rdma, sizes.low_latency_rdma))
-
-
-def test_trap_07_column_major_scales_are_for_sm90(monkeypatch):
-    assert not _needs_row_major_scales()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for major, needs in ((9, False), (10, True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda major=major: (major, 0))
-        assert _needs_row_major_scales() is needs
-
-
-def test_rows_are_expanded_and_summed_as_worked_by_hand():
-    # 4 rows, 3 slots, alignment 4; -1 is another rank's. Slot 1 has no row.
-    slots = torch.tensor([[2, -1], [0, 2], [-1, -1], [2, 0]])
-    expansion = expand(slots, num_slots=3, num_rows=8, alignment=4)
-    assert expansion.psum.tolist() == [2, 4, 7]
-    assert expansion.positions.tolist() == [[4, -1], [0, 5], [-1, -1], [6, 1]]
-    assert expansion.sources.tolist() == [1, 3, 0, 0, 0, 1, 3, 0]
-    received = torch.randn(4, 256).to(FP8)
-    rows = copy_rows(received, expansion.sources)
-    assert_bits_equal(rows[[0, 1, 4, 5, 6]].float(), received[[1, 3, 0, 1, 3]].float())
-    y = torch.full((8, 2), float("nan"))
-    infinite = float("inf")  # of one token, and stays with it
-    y[[0, 1, 4, 5, 6]] = torch.tensor([infinite, 2.0, 3.0, 4.0, 5.0]).unsqueeze(1)
-    weights = torch.tensor([[0.5, 9.0], [2.0, 1.0], [7.0, 7.0], [1.0, 10.0]])
-    sums = weighted_row_sums(y, expansion.positions, weights)
-    assert sums[:, 0].tolist() == [1.5, infinite, 0.0, 25.0]
-
-
-def test_nothing_received_expands_to_nothing():
-    slots = torch.full((3, 2), -1)
-    for some in (slots, slots[:0]):
-        expansion = expand(some, num_slots=2, num_rows=0, alignment=128)
-        assert expansion.psum.tolist() == [0, 0]
-        assert copy_rows(torch.empty(len(some), 4).to(FP8), expansion.sources).shape == (0, 4)
-        sums = weighted_row_sums(torch.empty(0, 4), expansion.positions, torch.ones(some.shape))
-        assert_bits_equal(sums, torch.zeros(len(some), 4))

@@ -182,6 +182,28 @@ def test_trap_11_a_shared_buffer_is_cleaned_between_the_modes(rank_pool: RankPoo
 # 12, 18, 19
 
 
+def _one_mode(info: RankInfo, mode: Mode) -> int:
+    one = case("uniform", (4, 4))
+    other = next(m for m in Mode if m is not mode)
+
+    def work(dispatcher: Dispatcher) -> int:
+        with pytest.raises(ValueError, match=f"mode: {other.value} given"):
+            dispatcher.dispatch(**arguments(one, info.rank, other))
+        dispatcher.prepare(other)
+        pending = dispatcher.dispatch(**arguments(one, info.rank, mode))
+        start_combine(dispatcher, one, info.rank, pending).wait()
+        return sum(b.num_nvl_bytes + b.num_rdma_bytes for b in _v1(dispatcher)._buffers)
+
+    return on_stand_in(info, "deepep", replace(one.spec, modes=frozenset({mode})), work)
+
+
+@pytest.mark.parametrize("mode", list(Mode))
+def test_a_mode_that_is_not_used_has_no_buffer(rank_pool: RankPool, mode):
+    spec = replace(case("uniform", (4, 4)).spec, modes=frozenset({mode}))
+    size = DeepEpV1Dispatcher.buffer_bytes(spec)
+    assert rank_pool.run(_one_mode, 2, mode) == [size, size]
+
+
 def _many_slots(info: RankInfo, backend: str) -> int:
     """More slots than the library's default of 24 queue pairs; a low-latency call asks for them."""
     one = case("own rank", (2, 2), num_slots_per_rank=32, num_topk=8)
@@ -232,10 +254,11 @@ def test_trap_19_combine_has_the_sms_of_its_dispatch(rank_pool: RankPool):
 
 
 def _odd_sms(info: RankInfo) -> str:
+    spec = replace(case("uniform", (4, 4)).spec, num_sms=7)
     with emulated("deep_ep"):
         for dispatcher in (DeepEpV1Dispatcher, DeepEpV2Dispatcher):
             with pytest.raises(ValueError, match="num_sms: 7 given, an even number"):
-                dispatcher(case("uniform", (4, 4)).spec, info.group, num_sms=7)
+                dispatcher(spec, info.group)
     return "done"
 
 

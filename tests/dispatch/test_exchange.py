@@ -2,72 +2,38 @@
 
 import random
 import time
-from dataclasses import dataclass
 
 import pytest
 import torch
 
-from moe_ep.dispatch import Dispatcher, Mode, create_dispatcher
+from moe_ep import kernels
+from moe_ep.dispatch import Mode, create_dispatcher
 from moe_ep.fp8 import FP8
 from tests.compare import assert_bits_equal, assert_rows_close
 from tests.dispatch.cases import (
+    BF16,
+    DTYPES,
+    F32,
+    RTOL,
     Case,
+    Result,
     cases,
+    check,
     expected_output,
-    expected_rows,
     inputs_of,
+    run_case,
     run_experts,
-    slot_rows,
 )
 from tests.ranks import RankInfo, RankPool
-
-BF16, F32 = torch.bfloat16, torch.float32
-DTYPES = [(FP8, BF16), (BF16, BF16), (F32, F32)]
-# Beyond the reference's own order of sums only a fused multiply-add may differ: one rounding of
-# the out dtype per rank.
-RTOL = {BF16: 2**-7, F32: 2**-21}
-
-
-@dataclass(frozen=True)
-class Result:
-    """slots: the rows that each slot of the rank received."""
-
-    out: torch.Tensor
-    slots: list[torch.Tensor]
-    counts: list[int]
-
-
-def _run_case(dispatcher: Dispatcher, case: Case, rank: int, mode: Mode) -> Result:
-    inputs = inputs_of(case, rank)
-    dispatched = dispatcher.dispatch(
-        x=inputs.x, topk_slots=inputs.topk_slots, topk_weights=inputs.topk_weights, mode=mode
-    ).wait()
-    out = dispatcher.combine(y=run_experts(case, rank, dispatched), dispatched=dispatched).wait()
-    flat = dispatched.rows.flatten(0, -2)
-    slots = [flat[rows.start : rows.stop].clone() for rows in slot_rows(dispatched)]
-    return Result(out, slots, dispatched.layout.counts.tolist())
 
 
 def _run_cases(info: RankInfo, backend: str, todo: list[Case]) -> list[dict[Mode, Result]]:
     results = []
     for case in todo:
         dispatcher = create_dispatcher(backend, case.spec, info.group)
-        results.append({mode: _run_case(dispatcher, case, info.rank, mode) for mode in Mode})
+        results.append({mode: run_case(dispatcher, case, info.rank, mode) for mode in Mode})
         dispatcher.destroy()
     return results
-
-
-def _check(case: Case, rank: int, results: dict[Mode, Result]) -> None:
-    received = expected_rows(case, rank)
-    for result in results.values():
-        assert result.counts == [len(rows) for rows in received]
-        for rows, expected in zip(result.slots, received, strict=True):
-            if expected:
-                assert_bits_equal(rows, torch.stack(expected))
-        assert_rows_close(
-            result.out, expected_output(case, rank), rtol=RTOL[case.out_dtype], atol=0.0
-        )
-    assert_bits_equal(results[Mode.NORMAL].out, results[Mode.LOW_LATENCY].out)
 
 
 @pytest.mark.parametrize(("payload_dtype", "out_dtype"), DTYPES)
@@ -77,14 +43,22 @@ def test_collective_equals_the_reference(rank_pool: RankPool, num_ranks, payload
     by_rank = rank_pool.run(_run_cases, num_ranks, "collective", todo)
     for rank, results in enumerate(by_rank):
         for case, result in zip(todo, results, strict=True):
-            _check(case, rank, result)
+            check(case, rank, result)
 
 
+@pytest.fixture(params=["host", "kernels"])
+def local_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where the local backend lays rows out; the kernels run in their interpreter."""
+    monkeypatch.setattr(kernels, "are_used", lambda device: request.param == "kernels")
+    return request.param
+
+
+@pytest.mark.usefixtures("local_path")
 @pytest.mark.parametrize(("payload_dtype", "out_dtype"), DTYPES)
 def test_local_equals_the_reference(payload_dtype, out_dtype):
     for case in cases(1, payload_dtype, out_dtype):
         dispatcher = create_dispatcher("auto", case.spec, None)
-        _check(case, 0, {mode: _run_case(dispatcher, case, 0, mode) for mode in Mode})
+        check(case, 0, {mode: run_case(dispatcher, case, 0, mode) for mode in Mode})
 
 
 def _run_with_delays(info: RankInfo, case: Case, num_runs: int) -> list[torch.Tensor]:

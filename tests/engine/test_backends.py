@@ -8,8 +8,9 @@ import torch
 from eplb.placement import Placement
 from moe_ep.config import ConfigError, EngineConfig, ModelConfig
 from moe_ep.dispatch.layout import masked_rows
-from moe_ep.engine.backends import backend_answers, resolve_backends
-from moe_ep.engine.specs import dispatch_spec, expert_spec
+from moe_ep.engine.backends import backend_answers, exchange_spec, resolve_backends
+from moe_ep.engine.specs import expert_spec
+from moe_ep.fp8 import ScaleFormat
 from moe_ep.linear import Linear
 from moe_ep.linear_fp8 import DeepGemmLinear
 from moe_ep.model.build import DecoderParts, build_decoder
@@ -84,12 +85,40 @@ def test_names_in_vain_fail_together_with_what_can_and_why():
     assert "torch" in problems["moe_runner_backend"].allowed
 
 
+def test_an_exchange_answers_for_the_modes_in_use():
+    """More tokens than the low-latency kernels of DeepEP V1 can take."""
+
+    def reason(mode: str) -> str | None:
+        config = resolved(ep_size=8, max_num_seqs=600, deepep_mode=mode)
+        answers = backend_answers(config, MODEL, CPU)
+        return next(answer.reason for answer in answers if answer.backend == "deepep")
+
+    with emulated("deep_ep"):
+        assert reason("normal") is None
+        assert "capacity: 600 given" in (reason("low_latency") or "")
+        assert reason("auto") == reason("low_latency")
+
+
 def test_the_exchange_delivers_the_alignment_of_the_experts():
     with emulated_kernels():
-        spec = dispatch_spec(resolved(ep_size=2, max_num_seqs=5), MODEL, row_alignment=128)
+        config = resolved(ep_size=2, max_num_seqs=5, moe_runner_backend="deep_gemm")
+        spec = exchange_spec(config, MODEL, CPU)
+        assert (spec.row_alignment, spec.scale_format) == (128, ScaleFormat.FLOAT32)
         assert masked_rows(spec) == 128
         assert masked_rows(dataclasses.replace(spec, capacity=65)) == 256
         assert masked_rows(dataclasses.replace(spec, row_alignment=1)) == 10
+
+
+def test_the_exchange_delivers_the_scales_of_the_experts():
+    config = resolved(ep_size=2, moe_runner_backend="deep_gemm")
+    with emulated_kernels(major=10):
+        spec = exchange_spec(config, MODEL, CPU)
+        assert (spec.row_alignment, spec.scale_format) == (256, ScaleFormat.UE8M0)
+        wide = dataclasses.replace(MODEL, quantization=None)  # restores rows from float32 scales
+        assert exchange_spec(config, wide, CPU).scale_format is ScaleFormat.FLOAT32
+    other = dataclasses.replace(config, moe_runner_backend="torch")
+    spec = exchange_spec(other, MODEL, CPU)
+    assert (spec.row_alignment, spec.scale_format) == (1, ScaleFormat.FLOAT32)
 
 
 def test_expected_rows_are_those_of_a_full_step():

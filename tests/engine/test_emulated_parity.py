@@ -6,6 +6,8 @@ products here, so their inputs are rounded to FP8 too.
 
 import pytest
 
+from attention import new_tokens
+from moe_ep import kernels
 from moe_ep.config import EngineConfig
 from moe_ep.engine.request import EngineRequest
 from tests.emulators.device import emulated_kernels
@@ -67,6 +69,29 @@ def test_deep_gemm_behind_the_torch_exchange(rank_pool, ep_size: int):
 def test_packed_scales_on_blackwell(rank_pool, exchange: str):
     flags = {"moe_a2a_backend": exchange, "attention_backend": "torch"}
     check(rank_pool, ep_size=2, major=10, **flags)
+
+
+def kernel_engine_worker(
+    info: RankInfo, config: EngineConfig, requests: list[list[EngineRequest]]
+) -> RankResult:
+    """As on a GPU without libraries, where kernels do all that torch could do too."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "are_used", lambda device: True)
+        patch.setattr(new_tokens, "uses_kernel", lambda device: True)
+        return engine_worker(info, config, requests)
+
+
+def test_one_rank_on_kernels_alone(rank_pool):
+    """The local exchange without a word from the host, the router, the latents: all in kernels."""
+    checkpoint = tiny_checkpoint("v3-steady", dtype="bfloat16", fp8=True)
+    flags = {"moe_runner_backend": "triton", "attention_backend": "triton"}
+    config = config_for(checkpoint, moe_a2a_backend="local", **flags)
+    requests = [
+        EngineRequest(str(index), tuple(prompt), greedy(NUM_NEW, ignore_eos=True))
+        for index, prompt in enumerate(prompts(160)[:3])
+    ]
+    results = rank_pool.run(kernel_engine_worker, 1, config, [requests], timeout_s=120)
+    check_rows(results, reference("v3-steady", fp8=True, dtype="bfloat16")[:3], FP8)
 
 
 def test_triton_kernels_in_their_interpreter(rank_pool):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from moe_ep.dispatch.base import Mode
 from moe_ep.engine.step_shape import (
+    OverlapRules,
     StepKind,
     StepMismatch,
     StepRules,
@@ -35,7 +36,7 @@ votes = st.builds(
     num_prefill_tokens=numbers,
     is_draining=st.booleans(),
     wants_stop=st.booleans(),
-    can_overlap=st.booleans(),
+    num_largest_part=numbers,
 )
 
 
@@ -48,7 +49,7 @@ def test_a_vote_survives_the_wire(vote):
 
 
 def test_a_vote_of_another_length_is_refused():
-    with pytest.raises(ValueError, match="2 numbers given; 6 are needed"):
+    with pytest.raises(ValueError, match="2 numbers given; 8 are needed"):
         Vote.decode([1, 2])
 
 
@@ -119,10 +120,50 @@ def test_the_token_budget_keeps_forced_low_latency_within_the_capacity(mode, exp
     assert StepRules(mode, capacity=8).token_budget(2048) == expected
 
 
-def test_overlap_needs_every_rank():
-    willing = Vote(0, num_decode_tokens=4, can_overlap=True)
-    assert derive([willing, willing], AUTO).overlap
-    assert not derive([willing, Vote(0, num_decode_tokens=4)], AUTO).overlap
+OVERLAP = StepRules("auto", capacity=64, overlap=OverlapRules(decode=16, prefill=100))
+
+
+def _overlaps(*votes: tuple[int, int, int]) -> bool:
+    """votes: decode tokens, prefill tokens, and tokens of the larger part."""
+    return derive([Vote(0, *vote) for vote in votes], OVERLAP).overlap
+
+
+@pytest.mark.parametrize(
+    ("votes", "expected"),
+    [
+        ([(16, 0, 8)], True),
+        ([(15, 0, 8)], False),
+        # the fullest rank decides for all, be they idle or busy with one request
+        ([(16, 0, 8), (0, 0, 0)], True),
+        ([(0, 0, 0), (1, 0, 1), (16, 0, 9)], True),
+        # one rank that prefills is enough for the other threshold
+        ([(16, 0, 8), (0, 20, 10)], False),
+        ([(16, 0, 8), (0, 100, 50)], True),
+        ([(16, 0, 8), (4, 96, 50)], True),
+        # a part with more than 3/4 of the fullest rank's tokens leaves nothing to hide behind
+        ([(16, 0, 12)], True),
+        ([(16, 0, 13)], False),
+        ([(0, 100, 76)], False),
+        ([(0, 100, 50), (0, 80, 80)], False),
+        ([(0, 200, 100), (0, 80, 80)], True),
+    ],
+)
+def test_when_two_micro_batches_take_turns(votes, expected):
+    assert _overlaps(*votes) is expected
+    assert _overlaps(*reversed(votes)) is expected
+
+
+def test_without_rules_nothing_overlaps():
+    assert not derive([Vote(0, num_decode_tokens=4, num_largest_part=2)], AUTO).overlap
+
+
+@pytest.mark.parametrize(
+    ("padded", "overlap", "rows"),
+    [(None, True, None), (16, False, 16), (16, True, 8), (5, True, 3), (1, True, 1)],
+)
+def test_every_micro_batch_is_padded_to_half_a_bucket(padded, overlap, rows):
+    shape = StepShape(StepKind.RUN, padded_tokens=padded, overlap=overlap)
+    assert shape.micro_batch_rows == rows
 
 
 def test_ranks_at_different_steps_are_named():

@@ -1,14 +1,16 @@
 """Expert layers for the tests: weights, rows in either layout, and a float64 reference."""
 
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 
 from moe_ep.dispatch import ContiguousLayout, Dispatched, MaskedLayout
-from moe_ep.experts import ExpertSpec, ExpertWeights
+from moe_ep.experts import Experts, ExpertSpec, ExpertWeights
 from moe_ep.fp8 import FP8, dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
 
 NAN = float("nan")
+Bank = TypeVar("Bank", bound=Experts)
 
 
 def random_weights(spec: ExpertSpec, seed: int) -> ExpertWeights:
@@ -24,6 +26,15 @@ def random_weights(spec: ExpertSpec, seed: int) -> ExpertWeights:
         return ExpertWeights(gate.to(spec.dtype), up.to(spec.dtype), down.to(spec.dtype))
     quantized = [quantize_blocks(weight) for weight in (gate, up, down)]
     return ExpertWeights(*(q for q, _ in quantized), *(scale for _, scale in quantized))
+
+
+def load(backend: type[Bank], spec: ExpertSpec) -> tuple[Bank, list[ExpertWeights]]:
+    """A bank with an expert of its own in every slot."""
+    experts = backend(spec)
+    weights = [random_weights(spec, seed) for seed in range(spec.num_slots)]
+    for slot, expert in enumerate(weights):
+        experts.load_slot(slot, expert)
+    return experts, weights
 
 
 def reference(
@@ -54,6 +65,32 @@ def reference(
     if requantizes:
         hidden = dequantize_rows(*quantize_rows(hidden.float()), torch.bfloat16).double()
     return hidden @ restored(weights.down, weights.down_scale).t()
+
+
+def kernel_reference(
+    x: torch.Tensor,
+    weights: ExpertWeights,
+    row_weights: torch.Tensor | None = None,
+    *,
+    use_ue8m0: bool = False,
+) -> torch.Tensor:
+    """float64 ``[rows, H]`` from restored rows, as kernels round: products are exact, gate and up
+    become BF16, the activation FP8 when the weights are FP8, else BF16."""
+
+    def restored(name: str) -> torch.Tensor:
+        weight, scale = getattr(weights, name), getattr(weights, f"{name}_scale")
+        if scale is None:
+            return weight.double()
+        return dequantize_blocks(weight, scale, torch.float32).double()
+
+    gate, up = ((x.double() @ restored(name).T).bfloat16().double() for name in ("gate", "up"))
+    hidden = gate / (1 + torch.exp(-gate)) * up
+    if row_weights is not None:
+        hidden *= row_weights.double().unsqueeze(1)
+    if weights.down_scale is None:
+        return hidden.bfloat16().double() @ restored("down").T
+    quantized = quantize_rows(hidden.float(), use_ue8m0=use_ue8m0)
+    return dequantize_rows(*quantized, torch.float32).double() @ restored("down").T
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""DeepGEMM experts for the tests: loaded banks, rows as dispatchers lay them out, and a float64
-reference that makes the roundings of FP8 products."""
+"""DeepGEMM experts for the tests: loaded banks, and rows as dispatchers and products see them."""
 
 from dataclasses import replace
 
@@ -10,7 +9,7 @@ from moe_ep.experts import ExpertSpec, ExpertWeights
 from moe_ep.experts.deep_gemm_experts import DeepGemmExperts
 from moe_ep.fp8 import FP8, dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
 from tests.compare import assert_rows_close
-from tests.experts.cases import SlotInputs, random_weights, valid_rows
+from tests.experts.cases import SlotInputs, kernel_reference, load, valid_rows
 
 COUNTS = [3, 0, 130, 40, 0, 17]
 BF16 = torch.bfloat16
@@ -22,11 +21,7 @@ def make_spec(*, is_fp8: bool = True, num_slots: int = len(COUNTS), **sizes: int
 
 
 def loaded(spec: ExpertSpec) -> tuple[DeepGemmExperts, list[ExpertWeights]]:
-    experts = DeepGemmExperts(spec)
-    weights = [random_weights(spec, seed) for seed in range(spec.num_slots)]
-    for slot, expert in enumerate(weights):
-        experts.load_slot(slot, expert)
-    return experts, weights
+    return load(DeepGemmExperts, spec)
 
 
 def power_of_two_scales(weights: ExpertWeights) -> ExpertWeights:
@@ -37,32 +32,6 @@ def power_of_two_scales(weights: ExpertWeights) -> ExpertWeights:
         restored = dequantize_blocks(weight, scale, torch.float32)
         parts[name], scales[f"{name}_scale"] = quantize_blocks(restored, use_ue8m0=True)
     return ExpertWeights(**parts, **scales)
-
-
-def reference(
-    x: torch.Tensor,
-    weights: ExpertWeights,
-    row_weights: torch.Tensor | None = None,
-    *,
-    use_ue8m0: bool = False,
-) -> torch.Tensor:
-    """float64 ``[rows, H]`` from restored rows: products exact, gate and up rounded to BF16, the
-    activation to FP8 when the weights are FP8, else to BF16."""
-
-    def restored(name: str) -> torch.Tensor:
-        weight, scale = getattr(weights, name), getattr(weights, f"{name}_scale")
-        if scale is None:
-            return weight.double()
-        return dequantize_blocks(weight, scale, torch.float32).double()
-
-    gate, up = ((x.double() @ restored(name).T).to(BF16).double() for name in ("gate", "up"))
-    hidden = gate / (1 + torch.exp(-gate)) * up
-    if row_weights is not None:
-        hidden *= row_weights.double().unsqueeze(1)
-    if weights.down_scale is None:
-        return hidden.to(BF16).double() @ restored("down").T
-    quantized = quantize_rows(hidden.float(), use_ue8m0=use_ue8m0)
-    return dequantize_rows(*quantized, torch.float32).double() @ restored("down").T
 
 
 def restored_rows(inputs: SlotInputs, slot: int, *, use_ue8m0: bool = False) -> torch.Tensor:
@@ -88,5 +57,5 @@ def check(
     y = experts(dispatched)
     assert (y.shape, y.dtype) == (dispatched.rows.shape, BF16)
     for slot, rows in enumerate(valid_rows(y, dispatched)):
-        expected = reference(restored_rows(inputs, slot), weights[slot])
+        expected = kernel_reference(restored_rows(inputs, slot), weights[slot])
         assert_rows_close(rows.double(), expected, dtype=BF16)

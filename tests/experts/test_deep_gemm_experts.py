@@ -6,13 +6,20 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_ep import kernels
 from moe_ep.dispatch import MaskedLayout
 from moe_ep.experts import create_experts, resolve_backend
 from moe_ep.experts.deep_gemm_experts import DeepGemmExperts
 from moe_ep.fp8 import FP8
 from tests.compare import assert_bits_equal, assert_rows_close
 from tests.emulators.device import emulated_kernels
-from tests.experts.cases import SlotInputs, random_weights, valid_rows, with_row_weights
+from tests.experts.cases import (
+    SlotInputs,
+    kernel_reference,
+    random_weights,
+    valid_rows,
+    with_row_weights,
+)
 from tests.experts.deep_gemm_cases import (
     BF16,
     COUNTS,
@@ -20,7 +27,6 @@ from tests.experts.deep_gemm_cases import (
     column_major,
     loaded,
     make_spec,
-    reference,
     restored_rows,
 )
 
@@ -47,7 +53,7 @@ def test_bf16_in_both_layouts_matches_the_reference(payload):
         y = experts(dispatched)
         assert (y.shape, y.dtype) == (dispatched.rows.shape, BF16)
         for slot, rows in enumerate(valid_rows(y, dispatched)):
-            expected = reference(inputs.restored(slot), weights[slot])
+            expected = kernel_reference(inputs.restored(slot), weights[slot])
             assert_rows_close(rows.double(), expected, dtype=BF16)
 
 
@@ -80,8 +86,10 @@ def test_no_rows_at_all():
     assert experts(empty).shape == (0, 384)
 
 
+@pytest.mark.parametrize("has_kernels", [False, True])
 @pytest.mark.parametrize("is_fp8", [True, False])
-def test_row_weights_are_applied_before_the_down_product(is_fp8):
+def test_row_weights_are_applied_before_the_down_product(monkeypatch, is_fp8, has_kernels):
+    monkeypatch.setattr(kernels, "are_used", lambda device: has_kernels)
     experts, weights = loaded(make_spec(is_fp8=is_fp8))
     payload = FP8 if is_fp8 else BF16
     inputs = SlotInputs.random(COUNTS, 384, payload)
@@ -90,7 +98,7 @@ def test_row_weights_are_applied_before_the_down_product(is_fp8):
         y = valid_rows(experts(dispatched), dispatched)
         for slot, row_weights in enumerate(valid_rows(dispatched.row_weights, dispatched)):
             x = restored_rows(inputs, slot) if is_fp8 else inputs.restored(slot)
-            expected = reference(x, weights[slot], row_weights)
+            expected = kernel_reference(x, weights[slot], row_weights)
             assert_rows_close(y[slot].double(), expected, dtype=BF16)
 
 

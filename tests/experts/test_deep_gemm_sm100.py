@@ -6,21 +6,28 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_ep import kernels
 from moe_ep.deep_gemm_library import DeepGemm
 from moe_ep.experts import ExpertWeights
 from moe_ep.experts.deep_gemm_experts import DeepGemmExperts
-from moe_ep.fp8 import FP8, dequantize_blocks, dequantize_rows, quantize_blocks, quantize_rows
+from moe_ep.fp8 import (
+    FP8,
+    ScaleFormat,
+    dequantize_blocks,
+    dequantize_rows,
+    quantize_blocks,
+    quantize_rows,
+)
 from tests.compare import assert_bits_equal, assert_rows_close
 from tests.emulators.deep_gemm.layout import is_mn_major, unpack
 from tests.emulators.deep_gemm.utils import ceil_to_ue8m0
 from tests.emulators.device import emulated_kernels
-from tests.experts.cases import SlotInputs, random_weights, valid_rows
+from tests.experts.cases import SlotInputs, kernel_reference, load, valid_rows, with_row_weights
 from tests.experts.deep_gemm_cases import (
     BF16,
     column_major,
     make_spec,
     power_of_two_scales,
-    reference,
     restored_rows,
 )
 
@@ -35,11 +42,7 @@ def _sm100() -> Iterator[None]:
 
 def loaded() -> tuple[DeepGemmExperts, list[ExpertWeights]]:
     """Weights of a checkpoint whose scales are not powers of two, and as they are multiplied."""
-    spec = make_spec(num_slots=len(COUNTS))
-    experts = DeepGemmExperts(spec)
-    weights = [random_weights(spec, seed) for seed in range(spec.num_slots)]
-    for slot, expert in enumerate(weights):
-        experts.load_slot(slot, expert)
+    experts, weights = load(DeepGemmExperts, make_spec(num_slots=len(COUNTS)))
     return experts, [power_of_two_scales(expert) for expert in weights]
 
 
@@ -58,7 +61,7 @@ def test_trap_07_rows_of_a_dispatcher_without_powers_of_two(alignment):
     for dispatched in layouts:
         y = experts(dispatched)
         for slot, rows in enumerate(valid_rows(y, dispatched)):
-            expected = reference(rounded_again(inputs, slot), weights[slot], use_ue8m0=True)
+            expected = kernel_reference(rounded_again(inputs, slot), weights[slot], use_ue8m0=True)
             assert_rows_close(rows.double(), expected, dtype=BF16)
 
 
@@ -76,7 +79,7 @@ def test_trap_07_rows_quantised_with_powers_of_two_are_multiplied_as_they_are(pa
         y = experts(dispatched)
         for slot, rows in enumerate(valid_rows(y, dispatched)):
             x = restored_rows(inputs, slot, use_ue8m0=True)
-            expected = reference(x, weights[slot], use_ue8m0=True)
+            expected = kernel_reference(x, weights[slot], use_ue8m0=True)
             assert_rows_close(rows.double(), expected, dtype=BF16)
 
 
@@ -139,3 +142,24 @@ def test_blocks_are_the_librarys():
     for dispatched in (inputs.contiguous(128), inputs.masked(384)):
         with pytest.raises(ValueError, match="must be a multiple of 256"):
             experts(dispatched)
+
+
+@pytest.mark.parametrize("has_kernels", [False, True])
+def test_the_activation_of_packed_rows(monkeypatch, has_kernels):
+    """What an exchange that can send UE8M0 delivers, in both layouts, with row weights."""
+    monkeypatch.setattr(kernels, "are_used", lambda device: has_kernels)
+    counts = [3, 0, 17]
+    spec = make_spec(num_slots=3, hidden=128, intermediate=128)
+    experts, weights = load(DeepGemmExperts, spec)
+    assert experts.scale_format is ScaleFormat.UE8M0
+    inputs = SlotInputs.random(counts, 128, BF16)
+    for layout in (inputs.contiguous(256), inputs.masked(256)):
+        dispatched = with_row_weights(layout, 0.5)
+        q, scales = experts.library.quantized(dispatched.rows)
+        y = experts(replace(dispatched, rows=q, scales=scales))
+        row_weights = valid_rows(dispatched.row_weights, dispatched)
+        for slot, rows in enumerate(valid_rows(y, dispatched)):
+            x = restored_rows(inputs, slot, use_ue8m0=True)
+            expert = power_of_two_scales(weights[slot])
+            expected = kernel_reference(x, expert, row_weights[slot], use_ue8m0=True)
+            assert_rows_close(rows.double(), expected, dtype=BF16)

@@ -18,7 +18,7 @@ from moe_ep.fp8 import FP8, dequantize_rows, quantize_rows
 from tests.compare import assert_bits_equal, assert_rows_close
 from tests.emulators.deep_gemm.state import STATE
 from tests.emulators.device import DEVICE, emulated_kernels
-from tests.experts.cases import NAN, SlotInputs, valid_rows, with_row_weights
+from tests.experts.cases import NAN, SlotInputs, kernel_reference, valid_rows, with_row_weights
 from tests.experts.deep_gemm_cases import (
     BF16,
     COUNTS,
@@ -26,7 +26,6 @@ from tests.experts.deep_gemm_cases import (
     column_major,
     loaded,
     make_spec,
-    reference,
     restored_rows,
 )
 
@@ -62,7 +61,7 @@ def test_trap_01_row_weights_are_applied_once_and_only_when_given():
     weighted = with_row_weights(plain, 2.0)
     y = valid_rows(experts(weighted), weighted)
     for slot, row_weights in enumerate(valid_rows(weighted.row_weights, weighted)):
-        expected = reference(restored_rows(inputs, slot), weights[slot], row_weights)
+        expected = kernel_reference(restored_rows(inputs, slot), weights[slot], row_weights)
         assert_rows_close(y[slot].double(), expected, dtype=BF16)
 
 

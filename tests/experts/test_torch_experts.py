@@ -12,6 +12,7 @@ from moe_ep.fp8 import FP8
 from tests.compare import assert_bits_equal, assert_rows_close
 from tests.experts.cases import (
     SlotInputs,
+    load,
     random_weights,
     reference,
     valid_rows,
@@ -37,11 +38,7 @@ def make_spec(dtype: torch.dtype, is_fp8: bool, *, num_slots: int = len(COUNTS))
 
 
 def loaded(spec: ExpertSpec) -> tuple[TorchExperts, list[ExpertWeights]]:
-    experts = TorchExperts(spec)
-    weights = [random_weights(spec, seed) for seed in range(spec.num_slots)]
-    for slot, expert in enumerate(weights):
-        experts.load_slot(slot, expert)
-    return experts, weights
+    return load(TorchExperts, spec)
 
 
 def check(experts, weights, inputs: SlotInputs, dispatched) -> None:

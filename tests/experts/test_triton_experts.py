@@ -10,8 +10,15 @@ from moe_ep.experts import ExpertSpec, ExpertWeights, create_experts
 from moe_ep.experts.triton_experts import TritonExperts
 from moe_ep.fp8 import FP8, quantize_rows
 from tests.compare import assert_bits_equal, assert_rows_close
-from tests.experts.cases import SlotInputs, random_weights, valid_rows, with_row_weights
-from tests.kernels.cases import DEVICE, restored, restored_weight, to_device
+from tests.experts.cases import (
+    SlotInputs,
+    kernel_reference,
+    load,
+    random_weights,
+    valid_rows,
+    with_row_weights,
+)
+from tests.kernels.cases import DEVICE, restored, to_device
 
 BF16 = torch.bfloat16
 COUNTS = [3, 0, 17, 1]
@@ -27,33 +34,7 @@ def make_spec(is_fp8: bool, *, num_slots: int = len(COUNTS)) -> ExpertSpec:
 
 
 def loaded(spec: ExpertSpec) -> tuple[TritonExperts, list[ExpertWeights]]:
-    experts = TritonExperts(spec)
-    weights = [random_weights(spec, seed) for seed in range(spec.num_slots)]
-    for slot, expert in enumerate(weights):
-        experts.load_slot(slot, expert)
-    return experts, weights
-
-
-def reference(
-    rows: torch.Tensor,
-    weights: ExpertWeights,
-    row_weights: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """float64 from the exact values of rows ``[n, H]`` (restored, if FP8) and weights.
-
-    The roundings between the kernels are made here too: the two products to BF16, the activation to
-    1x128 FP8. One FP8 step is larger than the tolerance.
-    """
-    gate = (rows @ restored_weight(weights.gate, weights.gate_scale).T).bfloat16().double()
-    up = (rows @ restored_weight(weights.up, weights.up_scale).T).bfloat16().double()
-    hidden = gate / (1 + torch.exp(-gate)) * up
-    if row_weights is not None:
-        hidden *= row_weights.double().unsqueeze(1)
-    if weights.gate_scale is not None:
-        hidden = restored(*quantize_rows(hidden.float()))
-    else:
-        hidden = hidden.to(BF16).double()
-    return hidden @ restored_weight(weights.down, weights.down_scale).T
+    return load(TritonExperts, spec)
 
 
 def rows_of(inputs: SlotInputs, slot: int) -> torch.Tensor:
@@ -69,7 +50,7 @@ def outputs(experts: TritonExperts, dispatched) -> list[torch.Tensor]:
 
 def check(experts, weights, inputs: SlotInputs, dispatched) -> None:
     for slot, rows in enumerate(outputs(experts, dispatched)):
-        expected = reference(rows_of(inputs, slot), weights[slot])
+        expected = kernel_reference(rows_of(inputs, slot), weights[slot])
         assert_rows_close(rows.double(), expected, dtype=BF16)
 
 
@@ -94,7 +75,7 @@ def test_row_weights_scale_each_row(is_fp8, payload):
         dispatched = with_row_weights(layout, 0.5)
         y = outputs(experts, dispatched)
         for slot, row_weights in enumerate(valid_rows(dispatched.row_weights, dispatched)):
-            expected = reference(rows_of(inputs, slot), weights[slot], row_weights)
+            expected = kernel_reference(rows_of(inputs, slot), weights[slot], row_weights)
             assert_rows_close(y[slot].double(), expected, dtype=BF16)
 
 
@@ -128,11 +109,11 @@ def test_a_slot_can_be_replaced_and_an_empty_one_shows(is_fp8, payload):
     experts.load_slot(0, old)
     inputs = SlotInputs.random([5, 2], spec.hidden, payload)
     y = outputs(experts, inputs.masked(8))
-    assert_rows_close(y[0].double(), reference(rows_of(inputs, 0), old), dtype=BF16)
+    assert_rows_close(y[0].double(), kernel_reference(rows_of(inputs, 0), old), dtype=BF16)
     assert y[1].isnan().all()
     experts.load_slot(0, new)
     y = outputs(experts, inputs.masked(8))
-    assert_rows_close(y[0].double(), reference(rows_of(inputs, 0), new), dtype=BF16)
+    assert_rows_close(y[0].double(), kernel_reference(rows_of(inputs, 0), new), dtype=BF16)
 
 
 @pytest.mark.parametrize(

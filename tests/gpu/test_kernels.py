@@ -22,8 +22,8 @@ from moe_ep.kernels import device_problem
 from moe_ep.linear_fp8 import DeepGemmLinear, StoredWeight
 from tests.attention.cases import make_case, make_spec, naive
 from tests.compare import assert_rows_close
-from tests.experts.cases import SlotInputs, random_weights, valid_rows
-from tests.experts.deep_gemm_cases import power_of_two_scales, reference, restored_rows
+from tests.experts.cases import SlotInputs, kernel_reference, random_weights, valid_rows
+from tests.experts.deep_gemm_cases import power_of_two_scales, restored_rows
 from tests.kernels.cases import to_device
 
 # Compilers run when a kernel is first used, once per configuration.
@@ -90,7 +90,7 @@ def check_experts(backend: str, device: torch.device, sizes: Sizes, counts: list
     results = [valid_rows(bank(to_device(d)).cpu(), d) for d in layouts]
     for slot, expert in enumerate(weights):
         rows = restored_rows(inputs, slot, use_ue8m0=is_packed)
-        want = reference(rows, expert, use_ue8m0=is_packed)
+        want = kernel_reference(rows, expert, use_ue8m0=is_packed)
         for result in results:
             assert_rows_agree(result[slot], want, FP8_DIFF)
 

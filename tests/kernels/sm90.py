@@ -24,7 +24,7 @@ from attention.decode_items import plan_items
 from attention.triton_kernels import decode
 from attention.triton_latent import write_latent
 from moe_ep.dispatch import ContiguousLayout, MaskedLayout
-from moe_ep.fp8 import FP8
+from moe_ep.fp8 import FP8, ScaleFormat
 from moe_ep.gate import Gate
 from moe_ep.kernels import permute
 from moe_ep.kernels.grouped_gemm import grouped_gemm
@@ -108,18 +108,21 @@ def grouped_gemms() -> None:
 
 
 def rows() -> None:
-    quantize_rows(empty(TOKENS, HIDDEN))
     layout = MaskedLayout(torch.zeros(SLOTS, dtype=torch.int32))
-    for quantizes in (True, False):
-        swiglu(
-            empty(SLOTS, 16, 2 * INTERMEDIATE),
-            layout=layout,
-            intermediate=INTERMEDIATE,
-            row_weights=None,
-            quantizes=quantizes,
-        )
+    for scale_format in ScaleFormat:
+        quantize_rows(empty(TOKENS, HIDDEN), scale_format=scale_format)
+        for quantizes in (True, False):
+            swiglu(
+                empty(SLOTS, 16, 2 * INTERMEDIATE),
+                layout=layout,
+                intermediate=INTERMEDIATE,
+                row_weights=None,
+                quantizes=quantizes,
+                scale_format=scale_format,
+            )
     slots = torch.zeros(TOKENS, TOPK, dtype=torch.int64)
     places = permute.place_contiguous(slots, num_slots=SLOTS, alignment=128)
+    permute.permute(empty(TOKENS, HIDDEN // 128, dtype=torch.float32), places, is_column_major=True)
     permuted = permute.permute(empty(TOKENS, HIDDEN), places)
     permute.unpermute(permuted, places, torch.zeros(TOKENS, TOPK))
 
@@ -140,7 +143,7 @@ def routing() -> None:
     map_to_slots(
         topk_idx,
         torch.zeros(256, dtype=torch.int64),
-        num_tokens=torch.zeros(1, dtype=torch.int32),
+        is_padding=torch.zeros(TOKENS, dtype=torch.bool),
         expert_tokens=torch.zeros(256, dtype=torch.int64),
     )
 
@@ -160,6 +163,7 @@ def attention() -> None:
         is_interleaved=True,
         slot_mapping=torch.zeros(4, dtype=torch.int64),
         cache=cache,
+        q_rope=empty(4, 128, 192)[..., 128:],
     )
 
 

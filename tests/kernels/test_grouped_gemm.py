@@ -5,9 +5,9 @@ import torch
 
 from moe_ep import fp8
 from moe_ep.dispatch import ContiguousLayout, MaskedLayout
-from moe_ep.fp8 import FP8
+from moe_ep.fp8 import FP8, new_scales
+from moe_ep.kernels import grouped_gemm as module
 from moe_ep.kernels.grouped_gemm import grouped_gemm
-from moe_ep.kernels.quantize import new_scales
 from tests.compare import assert_rows_close
 from tests.kernels.cases import DEVICE, NAN, randn, restored, restored_weight, to_device
 
@@ -129,6 +129,35 @@ def test_no_rows():
         b_scales=b_scales.to(DEVICE),
     )
     assert out.shape == (0, 128)
+
+
+@pytest.mark.parametrize(
+    ("room", "expected_rows", "tuned_rows"),
+    [(3, None, 16), (16, None, 16), (17, None, 64), (64, None, 64), (65, None, 256),
+     (9000, None, 256), (1024, 32, 64), (1024, 1, 16)],
+)  # fmt: skip
+def test_decode_and_prefill_are_tuned_apart(monkeypatch, room, expected_rows, tuned_rows):
+    """By the rows that a slot has on average, in few steps that compile nothing anew."""
+    kernel, seen = module._grouped_gemm, []
+    assert "tuned_rows" in kernel.keys
+    place = kernel.arg_names.index("tuned_rows")
+
+    class Recorded:
+        def __getitem__(self, grid):
+            return lambda *args, **flags: seen.append(args[place])
+
+    monkeypatch.setattr(module, "_grouped_gemm", Recorded())
+    b = torch.empty(2, 64, 64, dtype=torch.bfloat16)
+    counts = torch.zeros(2, dtype=torch.int32)
+    layouts = {
+        (2, room, 64): MaskedLayout(counts),
+        (2 * room + 1, 64): ContiguousLayout(counts, 1),
+    }
+    for shape, layout in layouts.items():
+        a = torch.empty(shape, dtype=torch.bfloat16)
+        grouped_gemm(a, b, layout=layout, expected_rows=expected_rows)
+    assert seen == [tuned_rows] * 2
+    assert tuned_rows % 16 == 0
 
 
 def test_fp8_without_scales_is_refused():

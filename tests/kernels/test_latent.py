@@ -58,6 +58,42 @@ def test_equals_norm_then_rotation_then_write(dtype, is_interleaved):
     assert_bits_equal(stored.cpu(), cache.tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_interleaved", [True, False])
+def test_queries_are_rotated_in_place(monkeypatch, dtype, is_interleaved):
+    """Several programs of heads, the last one not full; nothing around the queries is touched, nor
+    those of padding. To the bit here; a GPU may fuse a product with the sum."""
+    from attention import triton_latent
+
+    monkeypatch.setattr(triton_latent, "BLOCK_HEADS", 4)
+    rope = RotaryEmbedding(
+        dim=ROPE, theta=1e4, interleave=is_interleaved, yarn=None, max_positions=500
+    )
+    q = randn(TOKENS, 6, 20 + ROPE).to(dtype)
+    slots = torch.tensor([64, 3, -1, 191, 0, 65, -1])
+    cos, sin = rope.cos_sin(torch.tensor([0, 5, 0, 499, 77, 1, 0]))
+    got = q.clone().to(DEVICE)
+    triton_latent.write_latent(
+        randn(TOKENS, RANK + ROPE, seed=3).to(DEVICE, dtype),
+        norm_weight=torch.ones(RANK, dtype=dtype, device=DEVICE),
+        norm_eps=1e-6,
+        cos=cos.to(DEVICE),
+        sin=sin.to(DEVICE),
+        is_interleaved=is_interleaved,
+        slot_mapping=slots.to(DEVICE),
+        cache=torch.zeros(3, 64, 1, RANK + ROPE, dtype=dtype, device=DEVICE),
+        q_rope=got[..., 20:],
+    )
+    want = q.clone()
+    real = slots >= 0
+    want[real, :, 20:] = rope.apply(q[real][..., 20:], cos[real], sin[real])
+    assert_bits_equal(got.cpu()[..., :20], q[..., :20])
+    assert_bits_equal(got.cpu()[~real], q[~real])
+    if DEVICE.type == "cpu":
+        assert_bits_equal(got, want)
+    assert_rows_close(got.cpu(), want, rtol=1e-6 if dtype is torch.float32 else 2**-8)
+
+
 def test_no_tokens():
     from attention.triton_latent import write_latent
 

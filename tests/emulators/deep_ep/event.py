@@ -5,17 +5,24 @@ from typing import Any
 
 import torch
 
+from tests.emulators.cuda_graph import capturing, fork, join
+from tests.emulators.cuda_graph import launch as launch_kernel
+from tests.emulators.deep_ep.checks import host_assert
+
 
 class EventHandle:
     """The compiled event of the library. Here the wait is what makes the results appear."""
 
     def __init__(self) -> None:
         self._publish: Callable[[], None] | None = None
+        self._graph = capturing()
 
     def current_stream_wait(self) -> None:
+        host_assert(self._graph is capturing(), "cudaErrorStreamCaptureIsolation")
         if self._publish is not None:
             publish, self._publish = self._publish, None
-            publish()
+            join(self)
+            launch_kernel(publish)
 
 
 class EventOverlap:
@@ -58,10 +65,11 @@ class EventOverlap:
 def launch(publish: Callable[[], None], *, is_async: bool) -> EventHandle | None:
     """Let the results of a call appear: now, or when the returned event is waited for."""
     if not is_async:
-        publish()
+        launch_kernel(publish)
         return None
     event = EventHandle()
     event._publish = publish
+    fork(event, "an event of deep_ep")
     return event
 
 

@@ -8,9 +8,10 @@ import random
 
 import torch
 
-from tests.emulators.deep_ep.checks import GARBAGE, device_assert, put, unwritten
+from tests.emulators.deep_ep.checks import device_assert, put
 from tests.emulators.deep_ep.config import align
 from tests.emulators.deep_ep.exchange import Part
+from tests.emulators.unwritten import GARBAGE, unwritten
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 

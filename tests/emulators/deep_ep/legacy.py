@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.emulators.cuda_graph import refuse_capture
 from tests.emulators.deep_ep.checks import (
     check_routing,
     check_tensor,
     check_torch_deterministic,
     device_assert,
     host_assert,
-    unwritten,
 )
 from tests.emulators.deep_ep.config import (
     BUFFER_ALIGNMENT,
@@ -38,6 +38,7 @@ from tests.emulators.deep_ep.normal_rows import (
     dispatch_layout,
     sent_rows,
 )
+from tests.emulators.unwritten import unwritten
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 NORMAL_RANKS = (2, 4, 8)
@@ -129,11 +130,15 @@ class Buffer(LowLatency):
         )
         check_tensor("topk_idx", topk_idx, [topk_idx_t], (None, None))
         host_assert(num_experts > 0, "num_experts > 0")
-        check_routing(topk_idx, num_experts)
-        counted = dispatch_layout(topk_idx, num_experts, self.group_size)
-        results = tuple(unwritten(tuple(t.shape), t.dtype) for t in counted)
+        results = (
+            unwritten((self.group_size,), I32),
+            unwritten((num_experts,), I32),
+            unwritten((len(topk_idx), self.group_size), torch.bool),
+        )
 
         def publish() -> None:
+            check_routing(topk_idx, num_experts)
+            counted = dispatch_layout(topk_idx, num_experts, self.group_size)
             for result, value in zip(results, counted, strict=True):
                 result.copy_(value)
 
@@ -157,6 +162,7 @@ class Buffer(LowLatency):
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[Any, ...]:
+        refuse_capture("V1 normal dispatch: the host waits for the counts")
         check_torch_deterministic()
         config = self.get_dispatch_config(self.group_size) if config is None else config
         self._check_normal(config)

@@ -7,40 +7,53 @@ tokens of a rank, M = R * n rows for each expert, H hidden.
 import random
 import types
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from tests.emulators.cuda_graph import capturing, fork, join, refuse_capture
+from tests.emulators.cuda_graph import launch as launch_kernel
 from tests.emulators.deep_ep.checks import (
-    FP8,
     check_routing,
     check_tensor,
     check_torch_deterministic,
     device_assert,
     host_assert,
-    poison,
-    put,
     take,
-    unwritten,
 )
 from tests.emulators.deep_ep.config import low_latency_bytes, topk_idx_t
 from tests.emulators.deep_ep.event import EventOverlap, launch
 from tests.emulators.deep_ep.exchange import Channel, Part, Ticket
+from tests.emulators.deep_ep.low_latency_rows import (
+    DispatchOut,
+    as_ue8m0,
+    quantize_in_kernel,
+    reduce,
+    returned_rows,
+)
+from tests.emulators.unwritten import poison, unwritten
 
 BF16, F32, I32 = torch.bfloat16, torch.float32, torch.int32
 HIDDEN_SIZES = (2048, 2560, 3072, 4096, 5120, 6144, 7168, 8192)
 MAX_TOPK = 11
-FP8_MAX = 448.0
 
 
-def quantize_in_kernel(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """BF16 ``[N, H]`` to e4m3 and float32 scales ``[N, H / 128]``, multiplying as the kernel does:
-    the last bit may differ from a division by the scale."""
-    blocks = x.float().unflatten(1, (-1, 128))
-    amax = blocks.abs().amax(dim=2).clamp_min(1e-4)
-    rows = (blocks * (FP8_MAX / amax).unsqueeze(2)).to(FP8).flatten(1)
-    return rows, amax * torch.tensor(1 / FP8_MAX)
+@dataclass
+class _Call:
+    """What the host settled of one call, and what its send kernel left for its receive kernel."""
+
+    name: str
+    common: dict[str, Any]
+    results: list[torch.Tensor]
+    buffer: int
+    ticket: Ticket | None = None
+
+    @property
+    def sent(self) -> Ticket:
+        assert self.ticket is not None
+        return self.ticket
 
 
 class LowLatency:
@@ -62,7 +75,8 @@ class LowLatency:
         self._sizes: tuple[int, int, int] | None = None
         self._open_hook: str | None = None
         self._alive: list[list[torch.Tensor]] = [[], []]  # results of the last two calls
-        self._num_calls = 0
+        self._num_calls = 0  # on the host; a replay does not count
+        self._last_buffer: int | None = None  # on the device
         self._zero_copy: torch.Tensor | None = None
 
     def clean_low_latency_buffer(
@@ -72,8 +86,9 @@ class LowLatency:
         self._check_no_hook_is_open("clean_low_latency_buffer")
         sizes = (num_max_dispatch_tokens_per_rank, hidden, num_experts)
         host_assert(low_latency_bytes(*sizes) <= self.num_rdma_bytes, "num_rdma_bytes")
+        refuse_capture("clean_low_latency_buffer")
         self._channel.barrier("clean", {"sizes": sizes})
-        self._is_clean, self._sizes = True, None
+        self._is_clean, self._sizes, self._last_buffer = True, None, None
 
     def low_latency_dispatch(
         self,
@@ -92,8 +107,8 @@ class LowLatency:
         check_torch_deterministic()
         sizes = (num_max_dispatch_tokens_per_rank, x.shape[-1], num_experts)
         self._check_call(sizes, async_finish, return_recv_hook)
-        if cumulative_local_expert_recv_stats is not None or round_scale or use_ue8m0:
-            raise NotImplementedError("statistics and rounded scales are not emulated")
+        if cumulative_local_expert_recv_stats is not None or round_scale != use_ue8m0:
+            raise NotImplementedError("statistics and rounded float32 scales are not emulated")
         if dispatch_wait_recv_cost_stats is not None:
             check_tensor("wait stats", dispatch_wait_recv_cost_stats, [torch.int64], (None,))
             host_assert(len(dispatch_wait_recv_cost_stats) == self.group_size, "[R], not [R, R]")
@@ -101,22 +116,26 @@ class LowLatency:
         check_tensor("topk_idx", topk_idx, [topk_idx_t], (None, None))
         host_assert(len(x) <= num_max_dispatch_tokens_per_rank, "more tokens than n")
         device_assert(topk_idx.shape[1] <= MAX_TOPK, f"top-k {topk_idx.shape[1]} is over 11")
-        check_routing(topk_idx, num_experts)
         num_local = num_experts // self.group_size
-        data = dict(zip(("x", "scales"), quantize_in_kernel(x), strict=True)) if use_fp8 else {}
-        common = {"sizes": sizes, "use_fp8": use_fp8}
-        parts = [
-            self._expert_rows(data or {"x": x}, topk_idx, r * num_local, num_local)
-            for r in range(self.group_size)
-        ]
-        out = _DispatchOut(num_local, self.group_size, sizes, use_fp8)
-        ticket = self._send("low_latency_dispatch", common, parts, out.poisoned)
+        common = {"sizes": sizes, "use_fp8": use_fp8, "use_ue8m0": use_ue8m0}
+        out = DispatchOut(num_local, self.group_size, sizes, use_fp8=use_fp8, use_ue8m0=use_ue8m0)
+        call = self._new_call("low_latency_dispatch", common, out.poisoned)
+
+        def send() -> None:
+            check_routing(topk_idx, num_experts)
+            data = {"x": x}
+            if use_fp8:
+                rows, scales = quantize_in_kernel(x, round_scale=round_scale)
+                data = {"x": rows, "scales": as_ue8m0(scales) if use_ue8m0 else scales}
+            firsts = range(0, num_experts, num_local)
+            self._send(call, [self._expert_rows(data, topk_idx, e, num_local) for e in firsts])
 
         def receive() -> None:
-            out.fill(self._channel.collect(ticket), self._random)
+            out.fill(self._channel.collect(call.sent), self._random)
 
+        launch_kernel(send)
         event, hook = self._finish(receive, async_finish, return_recv_hook)
-        recv_x = (out.x, out.scales) if use_fp8 else out.x
+        recv_x = out.x if out.scales is None else (out.x, out.scales)
         handle = (out.src_info, out.layout_range, *sizes)
         return recv_x, out.count, handle, event, hook
 
@@ -150,16 +169,18 @@ class LowLatency:
             device_assert(self._zero_copy is not None, "no combine buffer was asked for")
             assert self._zero_copy is not None
             x, self._zero_copy = self._zero_copy, None
-        parts = [
-            _returned_rows(x, src_info, layout_range, source) for source in range(self.group_size)
-        ]
-        ticket = self._send("low_latency_combine", {"sizes": sizes}, parts, [combined])
-        # The kernel reads the routing again when it receives.
-        routing = topk_idx.clone(), topk_weights.clone()
+        call = self._new_call("low_latency_combine", {"sizes": sizes}, [combined])
+
+        def send() -> None:
+            sources = range(self.group_size)
+            self._send(call, [returned_rows(x, src_info, layout_range, r) for r in sources])
 
         def receive() -> None:
-            _reduce(combined, *routing, self._channel.collect(ticket), num_local)
+            # The kernel reads the routing again when it receives.
+            received = self._channel.collect(call.sent)
+            reduce(combined, topk_idx, topk_weights, received, num_local)
 
+        launch_kernel(send)
         event, hook = self._finish(receive, async_finish, return_recv_hook)
         return combined, event, hook
 
@@ -206,15 +227,24 @@ class LowLatency:
         rows = {name: take(tensor, tokens) for name, tensor in data.items()}
         return {**rows, "expert": local[tokens, choices], "token": tokens}
 
-    def _send(
-        self, call: str, common: dict[str, Any], parts: list[Part], results: list[torch.Tensor]
-    ) -> Ticket:
-        """Issue a call; the results of the call before the previous one are gone with it."""
-        for tensor in self._alive[self._num_calls % 2]:
-            poison(tensor)
-        self._alive[self._num_calls % 2] = results
+    def _new_call(self, name: str, common: dict[str, Any], results: list[torch.Tensor]) -> "_Call":
+        """The host's part, in which it is settled which of the two buffers the kernels use."""
         self._num_calls += 1
-        return self._channel.post(call, common, parts)
+        return _Call(name, common, results, self._num_calls % 2)
+
+    def _send(self, call: "_Call", parts: list[Part]) -> None:
+        """The send kernel; the results of the call before the previous one are gone with it."""
+        device_assert(self._is_clean, "low-latency after normal mode without a clean")
+        self._check_no_hook_is_open(call.name)
+        device_assert(
+            call.buffer != self._last_buffer,
+            "two low-latency calls in a row use one buffer, whose counters the first left behind",
+        )
+        self._last_buffer = call.buffer
+        for tensor in self._alive[call.buffer]:
+            poison(tensor)
+        self._alive[call.buffer] = call.results
+        call.ticket = self._channel.post(call.name, call.common, parts)
 
     def _finish(
         self, receive: Callable[[], None], async_finish: bool, return_recv_hook: bool
@@ -223,76 +253,15 @@ class LowLatency:
             return EventOverlap(launch(receive, is_async=async_finish)), None
         name = f"call {self._num_calls}"
         self._open_hook = name
+        graph = capturing()
 
         def hook() -> None:
             device_assert(self._open_hook == name, f"the hook of {name} is called once, in time")
+            host_assert(graph is capturing(), "the hook and its call are in one capture")
             self._open_hook = None
-            receive()
+            join(receive)
+            launch_kernel(receive)
+
+        fork(receive, f"the hook of {name}")
 
         return EventOverlap(None), hook
-
-
-class _DispatchOut:
-    def __init__(
-        self, num_local: int, num_ranks: int, sizes: tuple[int, int, int], use_fp8: bool
-    ) -> None:
-        num_max_tokens, hidden, _ = sizes
-        num_rows = num_ranks * num_max_tokens
-        self.x = unwritten((num_local, num_rows, hidden), FP8 if use_fp8 else BF16)
-        scales = unwritten((num_local, hidden // 128, num_rows), F32)
-        self.scales = scales.transpose(1, 2) if use_fp8 else None
-        self.count = unwritten((num_local,), I32)
-        self.src_info = unwritten((num_local, num_rows), I32)
-        self.layout_range = unwritten((num_local, num_ranks), torch.int64)
-        self.poisoned = [t for t in (self.x, self.scales, self.count) if t is not None]
-
-    def fill(self, sources: list[Part], order: random.Random) -> None:
-        for expert in range(len(self.count)):
-            start = 0
-            for source in order.sample(range(len(sources)), len(sources)):
-                part = sources[source]
-                chosen = (part["expert"] == expert).nonzero().flatten()
-                rows = slice(start, start + len(chosen))
-                put(self.x[expert], rows, take(part["x"], chosen))
-                if self.scales is not None:
-                    self.scales[expert, rows] = part["scales"][chosen]
-                self.src_info[expert, rows] = part["token"][chosen].to(I32)
-                self.layout_range[expert, source] = start << 32 | len(chosen)
-                start = rows.stop
-            self.count[expert] = start
-
-
-def _returned_rows(
-    x: torch.Tensor, src_info: torch.Tensor, layout_range: torch.Tensor, source: int
-) -> Part:
-    """The outputs for tokens of one source rank."""
-    pieces = []
-    for expert, packed in enumerate(layout_range[:, source].tolist()):
-        start, count = packed >> 32, packed & 0xFFFFFFFF
-        rows = slice(start, start + count)
-        experts = torch.full((count,), expert)
-        pieces.append((x[expert, rows], src_info[expert, rows].long(), experts))
-    rows_of, tokens, experts_of = zip(*pieces, strict=True)
-    return {"x": torch.cat(rows_of), "token": torch.cat(tokens), "expert": torch.cat(experts_of)}
-
-
-def _reduce(
-    combined: torch.Tensor,
-    topk_idx: torch.Tensor,
-    topk_weights: torch.Tensor,
-    sources: list[Part],
-    num_local: int,
-) -> None:
-    """Sum of weight times output over the choices, in float32 in order of k; -1 is skipped."""
-    place: dict[tuple[int, int], torch.Tensor] = {}
-    for source, part in enumerate(sources):
-        experts = (part["expert"] + source * num_local).tolist()
-        for row, key in enumerate(zip(part["token"].tolist(), experts, strict=True)):
-            place[key] = part["x"][row]
-    for token, experts in enumerate(topk_idx.tolist()):
-        total = torch.zeros(combined.shape[1])
-        for k, expert in enumerate(experts):
-            if expert >= 0:
-                device_assert((token, expert) in place, "an output that is waited for never comes")
-                total += topk_weights[token, k] * place[token, expert].float()
-        combined[token] = total.to(BF16)

@@ -4,9 +4,10 @@ import random
 
 import torch
 
-from tests.emulators.deep_ep.checks import FP8, check_tensor, host_assert, put, take, unwritten
+from tests.emulators.deep_ep.checks import check_tensor, host_assert, put, take
 from tests.emulators.deep_ep.config import topk_idx_t
 from tests.emulators.deep_ep.exchange import Part
+from tests.emulators.unwritten import FP8, unwritten
 
 I32 = torch.int32
 
@@ -55,7 +56,9 @@ def check_rows(
     host_assert(row_bytes % 16 == 0, "row bytes % 16")
     num_scales = 0
     if scales is not None:
-        num_scales, dtypes = rows.shape[1] // 128, [torch.float32, I32]
+        # Stricter than the library, which copies whatever it is given: four exponents to an int32.
+        num_scales = rows.shape[1] // (512 if scales.dtype == I32 else 128)
+        dtypes = [torch.float32, I32]
         check_tensor("scales", scales, dtypes, (num_tokens, num_scales), is_contiguous=False)
     return row_bytes + 4 + num_topk * 12 + num_scales * 4
 

@@ -1,6 +1,7 @@
 """The settings of the emulated process, and its two kinds of failure."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from tests.emulators.device import DEVICE
 
@@ -11,13 +12,18 @@ class DeviceAssertError(RuntimeError):
 
 @dataclass
 class ProcessState:
-    """What the two setters set: the alignment (128 in a new process) and the SMs (None: all)."""
+    """What the two setters set: the alignment (128 in a new process) and the SMs (None: all).
+
+    kernels: sizes of products so far. Which of them share a kernel is the library's secret.
+    """
 
     mk_alignment: int = 128
     num_sms: int | None = None
+    kernels: set[tuple[Any, ...]] = field(default_factory=set)
 
     def reset(self) -> None:
         self.mk_alignment, self.num_sms = 128, None
+        self.kernels.clear()
 
 
 STATE = ProcessState()

@@ -4,6 +4,7 @@ import dataclasses
 
 import torch
 
+from tests.emulators.cuda_graph import launch
 from tests.emulators.device import DEVICE
 
 PAGE = 64
@@ -36,7 +37,7 @@ class FlashMLASchedMeta:
     config: Config | None = None
     tile_scheduler_metadata: torch.Tensor | None = None
     num_splits: torch.Tensor | None = None
-    used_for: torch.Tensor | None = None
+    used_for: list[int] | None = None
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
@@ -72,14 +73,26 @@ def flash_mla_with_kvcache(
     assert cache_seqlens is not None
     _check(not is_fp8_kvcache, "is_fp8_kvcache has no effect on dense attention")
     _check_tensors(q, k_cache, block_table, cache_seqlens, head_dim_v)
-    _bind(schedule, q, k_cache, cache_seqlens, causal)
+    is_first = _bind(schedule, q, k_cache, causal)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    parts = [
-        _attend(q[i], _gather(k_cache, block_table[i], length), scale, causal)
-        for i, length in enumerate(cache_seqlens.tolist())
-    ]
-    out = torch.stack([part for part, _ in parts]).to(q.dtype)
-    return out, torch.stack([lse for _, lse in parts])
+    out = torch.empty(*q.shape[:-1], HEAD_DIM_V, dtype=q.dtype)
+    lse = torch.empty(q.shape[0], q.shape[2], q.shape[1])
+
+    def kernels() -> None:
+        lengths = _checked_lengths(cache_seqlens, block_table)
+        if is_first:
+            schedule.used_for = lengths
+        elif schedule.used_for != lengths:
+            then = schedule.used_for
+            raise RuntimeError(
+                f"a schedule for lengths {then} was used again for lengths {lengths}"
+            )
+        for i, length in enumerate(lengths):
+            keys = _gather(k_cache, block_table[i], length)
+            out[i], lse[i] = _attend(q[i], keys, scale, causal)
+
+    launch(kernels)
+    return out, lse
 
 
 def _attend(
@@ -129,8 +142,6 @@ def _check_tensors(
     _check(tuple(lengths.shape) == (num_requests,), f"lengths of shape {tuple(lengths.shape)}")
     _check(table.dtype is torch.int32 and table.dim() == 2, f"block_table of {table.dtype}")
     _check(len(table) == num_requests and table.is_contiguous(), f"block_table {table.shape}")
-    most = table.shape[1] * PAGE
-    _check(int(lengths.min()) >= 0 and int(lengths.max()) <= most, f"lengths {lengths.tolist()}")
     if head_dim != HEAD_DIM:
         raise ProcessWouldExit(f"FLASH_ASSERT: head dim {head_dim}")
     parts = max(DEVICE.multi_processor_count // -(-num_queries * num_heads // PAGE), 1)
@@ -138,26 +149,24 @@ def _check_tensors(
         raise ProcessWouldExit(f"FLASH_ASSERT: {parts} SM parts")
 
 
-def _bind(
-    schedule: FlashMLASchedMeta,
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    lengths: torch.Tensor,
-    causal: bool,
-) -> None:
-    """The first call fills the schedule; every later one must ask for the same."""
+def _checked_lengths(lengths: torch.Tensor, table: torch.Tensor) -> list[int]:
+    found, most = lengths.tolist(), table.shape[1] * PAGE
+    _check(min(found) >= 0 and max(found) <= most, f"lengths {found}")
+    return found
+
+
+def _bind(schedule: FlashMLASchedMeta, q: torch.Tensor, cache: torch.Tensor, causal: bool) -> bool:
+    """Whether this is the schedule's first call, whose kernels fill it; every later one must ask
+    for the same."""
     sizes = (*q.shape[:3], *cache.shape[1:3], causal, False, None, None, None)
     config = FlashMLASchedMeta.Config(*sizes)
-    if not schedule.have_initialized:
+    is_first = not schedule.have_initialized
+    if is_first:
         schedule.have_initialized = True
         schedule.config = config
-        schedule.used_for = lengths.clone()
         schedule.tile_scheduler_metadata = schedule.num_splits = torch.zeros(1, dtype=torch.int32)
     assert schedule.config == config, f"{config} is inconsistent with sched_meta {schedule.config}"
-    assert schedule.used_for is not None
-    if not torch.equal(schedule.used_for, lengths):
-        then, now = schedule.used_for.tolist(), lengths.tolist()
-        raise RuntimeError(f"a schedule for lengths {then} was used again for lengths {now}")
+    return is_first
 
 
 def _check(condition: bool, text: str) -> None:

@@ -11,12 +11,6 @@ from launch.plan.memory import draft_bytes
 from launch.plan.plan import make_plan
 from launch.plan.question import Question
 from moe_ep.config import EngineConfig, ModelConfig
-from moe_ep.config.exchange import v1_buffer_bytes, v1_limit, v2_buffer_bytes, v2_limit
-from moe_ep.dispatch.base import DispatchSpec
-from moe_ep.dispatch.deep_ep_v1 import DeepEpV1Dispatcher
-from moe_ep.dispatch.deep_ep_v1_limits import spec_limits as v1_spec_limits
-from moe_ep.dispatch.deep_ep_v2 import DeepEpV2Dispatcher
-from moe_ep.dispatch.deep_ep_v2 import spec_limits as v2_spec_limits
 from moe_ep.engine.assemble import assemble
 from moe_ep.engine.memory import WeightStorage, cache_bytes_per_token, slots_per_rank, weight_bytes
 from moe_ep.engine.world import World
@@ -29,17 +23,6 @@ from tests.tiny import tiny_checkpoint
 # hold a multi-token-prediction layer with copies of embedding and head.
 PUBLISHED_BYTES = 688_586_727_753
 PUBLISHED_PARAMETERS = 671e9  # README_WEIGHTS.md, main model
-SPEC = DispatchSpec(
-    hidden=7168,
-    num_topk=8,
-    num_ranks=16,
-    num_slots_per_rank=18,
-    max_tokens_per_rank=4096,
-    capacity=128,
-    payload_dtype=torch.float8_e4m3fn,
-    out_dtype=torch.bfloat16,
-    row_alignment=128,
-)
 
 
 def checkpoint_bytes(model: ModelConfig) -> int:
@@ -82,27 +65,6 @@ def test_parts_add_up_to_the_tensors_of_the_checkpoint(name: str):
 
 def test_latents_of_deepseek_take_70272_bytes_a_token():
     assert cache_bytes_per_token(ModelConfig.from_path("deepseek-v3"), 2) == 61 * 576 * 2 == 70272
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 8, 16, 32, 144])
-@pytest.mark.parametrize("capacity", [1, 100, 504])
-def test_exchange_buffers_are_the_dispatchers(ranks: int, capacity: int):
-    spec = replace(SPEC, num_ranks=ranks, capacity=capacity)
-    assert v1_buffer_bytes(spec).total(ranks) == DeepEpV1Dispatcher.buffer_bytes(spec)
-    assert v2_buffer_bytes(spec, is_fp8=True) == DeepEpV2Dispatcher.buffer_bytes(spec)
-    bf16 = replace(spec, payload_dtype=torch.bfloat16)
-    assert v2_buffer_bytes(bf16, is_fp8=False) == DeepEpV2Dispatcher.buffer_bytes(bf16)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"num_ranks": 12}, {"hidden": 7040}, {"num_topk": 33}, {"num_slots_per_rank": 130},
-     {"capacity": 512}, {"num_ranks": 1040}, {}],
-)  # fmt: skip
-def test_limits_are_the_dispatchers(change: dict[str, int]):
-    spec = replace(SPEC, **change)
-    assert v1_limit(spec) == v1_spec_limits(spec)
-    assert v2_limit(spec) == v2_spec_limits(spec)
 
 
 def tensors_of(root: object) -> list[torch.Tensor]:

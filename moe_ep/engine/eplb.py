@@ -1,0 +1,208 @@
+"""EPLB on this rank's engine: where experts are at the start, and re-placing them between steps.
+
+Joins ``eplb``, which knows loads, placements and how ranks stay of one mind, to what it must not
+know: configuration, layers, banks of experts, streams of a GPU.
+"""
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from eplb.cost import CostModel
+from eplb.files import PLACEMENT, FileError, ModelLayers, fit_loads, fit_placement, read_file
+from eplb.improve import improve
+from eplb.loads import LoadRecorder
+from eplb.manager import Manager, Settings
+from eplb.placement import Placement
+from eplb.rebalance import rebalance
+from eplb.status import EplbStatus
+from moe_ep.config import ConfigError, EngineConfig, ModelConfig, Problem
+from moe_ep.engine.step_shape import StepShape
+from moe_ep.engine.world import World
+from moe_ep.layer import MoELayer
+
+logger = logging.getLogger(__name__)
+
+TRIVIAL = "trivial"
+# Each expert that moves must take so much off the heaviest rank, as a share of a rank's mean load;
+# below it, windows differ by chance and experts would move for nothing.
+MOVE_PRICE = 0.002
+
+
+def initial_placement(config: EngineConfig, model: ModelConfig, world: World) -> Placement:
+    """Where experts are loaded: in order, or as ``init_expert_location`` says. Collective.
+
+    Raises ConfigError for a file that does not fit, RuntimeError when ranks read different ones.
+    """
+    if config.init_expert_location == TRIVIAL:
+        return _trivial(config, model)
+    try:
+        placement = _from_file(config, model)
+    except FileError as error:
+        fix = "Or use --init-expert-location trivial."
+        allowed = "a file for this model, these ranks and redundant experts"
+        given = config.init_expert_location
+        problem = Problem("init_expert_location", given, allowed, f"{error}. {fix}")
+        raise ConfigError([problem]) from error
+    digest = hashlib.sha256(placement.physical_to_logical.numpy().tobytes()).hexdigest()
+    if len(set(digests := world.gather(digest))) > 1:
+        different = [rank for rank, other in enumerate(digests) if other != digests[0]]
+        raise RuntimeError(
+            f"init_expert_location: {config.init_expert_location} is another file on ranks"
+            f" {different} than on rank 0"
+        )
+    return placement
+
+
+def _trivial(config: EngineConfig, model: ModelConfig) -> Placement:
+    return Placement.trivial(
+        num_layers=model.num_moe_layers,
+        num_experts=model.num_experts,
+        num_ranks=config.ep_size,
+        num_redundant=config.ep_num_redundant_experts,
+    )
+
+
+def _from_file(config: EngineConfig, model: ModelConfig) -> Placement:
+    path = config.init_expert_location
+    layers = ModelLayers(model.num_moe_layers, model.first_k_dense_replace, model.num_experts)
+    kind, values = read_file(path)
+    num_slots = model.num_experts + config.ep_num_redundant_experts
+    if kind == PLACEMENT:
+        return fit_placement(path, values, layers, num_slots=num_slots, num_ranks=config.ep_size)
+    loads = fit_loads(path, values, layers).sum(0)
+    return rebalance(loads, num_slots=num_slots, num_ranks=config.ep_size)
+
+
+class EngineSlots:
+    """This rank's slots as the manager sees them; see ``eplb.manager.Slots``.
+
+    On a GPU what runs beside steps has a stream of its own: it neither waits for a step nor makes
+    one wait.
+    """
+
+    def __init__(
+        self, layers: Sequence[MoELayer], experts: torch.Tensor, device: torch.device
+    ) -> None:
+        """experts: ``[L, S]``, what the slots hold at the start."""
+        self.experts = experts.clone()
+        self._layers = layers
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def tokens(self) -> torch.Tensor:
+        return torch.stack([layer.slot_tokens for layer in self._layers]).cpu()
+
+    def export(self, layer: int, slot: int) -> list[torch.Tensor]:
+        with self._beside_steps():
+            return [part.cpu() for part in self._layers[layer].experts.slot_tensors(slot)]
+
+    def stage(self, layer: int, tensors: list[torch.Tensor]) -> object:
+        with self._beside_steps():
+            staged = self._layers[layer].experts.stage(tensors)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return staged
+
+    def install(
+        self,
+        layer: int,
+        staged: dict[int, object],
+        *,
+        experts: torch.Tensor,
+        slot_table: torch.Tensor,
+    ) -> None:
+        self.experts[layer] = experts
+        moe = self._layers[layer]
+        for slot, expert in staged.items():
+            moe.experts.load_staged(slot, expert)
+        moe.router.slot_table.copy_(slot_table)  # in place: captured steps read it there
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())  # before it exports these slots
+
+    def _beside_steps(self) -> AbstractContextManager[object]:
+        return nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+
+
+class Balancer:
+    """The engine's view of it: two flags for the vote, calls before steps and sleeps.
+
+    recorder: None when ``expert_distribution_recorder_mode`` is off.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        placement: Placement,
+        layers: Sequence[MoELayer],
+        world: World,
+    ) -> None:
+        """placement: as loaded. Collective."""
+        self._slots = EngineSlots(layers, placement.of_rank(world.rank), world.device)
+        self._manager = None
+        if config.enable_eplb:
+            self._manager = _manager(config, placement, self._slots, world)
+        self.recorder = None
+        if config.expert_distribution_recorder_mode != "off":
+            num_steps = config.expert_distribution_recorder_buffer_size
+            self.recorder = LoadRecorder(world.rank, num_steps)
+
+    @property
+    def is_done(self) -> bool:
+        return self._manager is not None and self._manager.is_done
+
+    @property
+    def has_failed(self) -> bool:
+        return self._manager is not None and self._manager.has_failed
+
+    def before_step(self, step: int, shape: StepShape) -> None:
+        self._record(step)  # what the step before did, in the placement that it had
+        if self._manager is not None:
+            self._manager.advance(all_done=shape.eplb_done, any_failed=shape.eplb_failed)
+
+    def before_sleep(self, step: int) -> None:
+        """step: the one that comes after it."""
+        self._record(step)
+        if self._manager is not None:
+            self._manager.rest()
+
+    def status(self) -> EplbStatus | None:
+        return None if self._manager is None else self._manager.status()
+
+    def close(self) -> None:
+        if self._manager is not None:
+            self._manager.close()
+
+    def _record(self, step: int) -> None:
+        if self.recorder is not None and self.recorder.wants_counts:
+            self.recorder.record(step, self._slots.tokens(), self._slots.experts)
+
+
+def _manager(
+    config: EngineConfig, placement: Placement, slots: EngineSlots, world: World
+) -> Manager:
+    hosts = sorted(set(world.hosts))
+    return Manager(
+        placement=placement,
+        rank=world.rank,
+        nodes=[hosts.index(host) for host in world.hosts],
+        group=dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s)),
+        slots=slots,
+        rebalance=next_placement,
+        settings=Settings(
+            num_iterations=config.eplb_rebalance_num_iterations,
+            min_utilization=config.eplb_min_rebalancing_utilization_threshold,
+            bytes_per_step=config.eplb_bytes_per_step,
+            alarm_after_s=config.watchdog_timeout_s,
+        ),
+    )
+
+
+def next_placement(loads: torch.Tensor, current: Placement) -> Placement:
+    """The placement to have under loads ``[L, E]``: near the one in force, unless it pays."""
+    mean = float(loads.sum(1).double().mean()) / current.num_ranks
+    return improve(current, loads, cost=CostModel(price_per_move=MOVE_PRICE * mean))
