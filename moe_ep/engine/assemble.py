@@ -6,7 +6,6 @@ Everything that is decided once, at start, is decided here, and each choice is k
 import logging
 from dataclasses import dataclass
 
-import psutil
 import torch
 
 from attention import BLOCK_SIZE, AttentionBackend, LatentCache, create_attention
@@ -16,10 +15,11 @@ from moe_ep.dispatch import Dispatcher, create_dispatcher
 from moe_ep.engine import graphs
 from moe_ep.engine.admission import AdmissionLimits
 from moe_ep.engine.backends import exchange_spec, resolve_backends
-from moe_ep.engine.eplb import Balancer, initial_placement
+from moe_ep.engine.eplb import Balancer, initial_location
 from moe_ep.engine.host import use_huge_pages
 from moe_ep.engine.kv_blocks import BlockPool, blocks_needed
 from moe_ep.engine.micro_batches import TokenCost
+from moe_ep.engine.room import Room
 from moe_ep.engine.runner import Runner
 from moe_ep.engine.sampler import Sampler
 from moe_ep.engine.scheduler import Scheduler
@@ -115,12 +115,14 @@ class _Assembler:
         self.expert_spec = expert_spec(config, model, world.device)
         self.progress = Progress()
         self.rules = step_rules(config)
-        self.placement = initial_placement(config, model, world)
+        self.room = Room(config, model, world)
+        self.location = initial_location(config, model, world)
 
     def assemble(self) -> Assembly:
         spec = attention_spec(self.model, self.dtype)
         attention = create_attention(self.config.attention_backend, spec, device=self.device)
         dispatcher = self._dispatcher()  # its buffers first: the cache gets what is left
+        self.room.check_weights(self.expert_spec.num_slots)
         decoder, report = self._load(attention, dispatcher)
         if self.device.type == "cpu":
             use_huge_pages()
@@ -154,19 +156,13 @@ class _Assembler:
             step_rules=self.rules,
             progress=self.progress,
             sampling=StepSampling(self.config.step_time_interval, self.progress, self.world),
-            balancer=Balancer(self.config, self.placement, decoder.moe_layers, self.world),
+            balancer=Balancer(self.config, self.location.placement, decoder.moe_layers, self.world),
         )
 
     def _dispatcher(self) -> Dispatcher:
         backend = self.config.moe_a2a_backend
         spec = exchange_spec(self.config, self.model, self.device)
-        num_bytes, free = DISPATCHERS[backend]().buffer_bytes(spec), _free_bytes(self.device)
-        if num_bytes > free:
-            raise MemoryError(
-                f"moe_a2a_backend: the buffers of {backend} take {num_bytes} bytes, {free} are free"
-                f" on rank {self.world.rank}; lower max_num_seqs or max_num_batched_tokens"
-            )
-        logger.info("rank %d: buffers of %s: %d bytes", self.world.rank, backend, num_bytes)
+        self.room.check_buffers(DISPATCHERS[backend]().buffer_bytes(spec))
         dispatcher = create_dispatcher(backend, spec, self.world.group)
         progress = self.progress
         dispatcher.listener = lambda part: progress.enter_within(Stage(part))
@@ -185,7 +181,8 @@ class _Assembler:
             attention=attention,
             dispatcher=dispatcher,
             make_experts=self._new_experts,
-            placement=self.placement,
+            placement=self.location.placement,
+            slot_table=self.location.slot_table,
             rank=self.world.rank,
             progress=self.progress,
         )
@@ -194,7 +191,8 @@ class _Assembler:
             return build_decoder(self.model, dummy, parts), dummy.report()
         source = CheckpointSource(self.config.model, self.model)
         layers = range(self.model.num_moe_layers)
-        experts = [self.placement.local_experts(layer, self.world.rank) for layer in layers]
+        placement = self.location.placement
+        experts = [placement.local_experts(layer, self.world.rank) for layer in layers]
         with progress_bar(source, experts, is_shown=self.world.rank == 0):
             decoder = build_decoder(self.model, source, parts)
         logger.info("rank %d: %s", self.world.rank, source.report())
@@ -203,45 +201,23 @@ class _Assembler:
     def _cache(self) -> LatentCache:
         dtype = DTYPES[self.config.kv_cache_dtype]
         num_layers, latent_dim = self.model.num_layers, self.model.latent_dim
-        num_blocks = self.config.num_kv_blocks or self._blocks_that_fit(
-            LatentCache.bytes_per_block(num_layers=num_layers, latent_dim=latent_dim, dtype=dtype)
+        bytes_per_block = LatentCache.bytes_per_block(
+            num_layers=num_layers, latent_dim=latent_dim, dtype=dtype
         )
         return LatentCache(
             num_layers=num_layers,
-            num_blocks=num_blocks,
+            num_blocks=self.room.cache_blocks(bytes_per_block, self._max_model_len),
             latent_dim=latent_dim,
             dtype=dtype,
             device=self.device,
         )
-
-    def _blocks_that_fit(self, bytes_per_block: int) -> int:
-        """As many as all sequences at full length can use, bounded by this rank's share of the
-        memory that is available once buffers are made and weights are loaded."""
-        config = self.config
-        most_useful = config.max_num_seqs * blocks_needed(self._max_model_len, BLOCK_SIZE)
-        fitting = self._bytes_for_cache() // bytes_per_block - 1  # one more is for padding
-        if fitting < 1:
-            raise MemoryError(
-                f"gpu_memory_utilization: {config.gpu_memory_utilization} given, which leaves no"
-                f" room for one cache block of {bytes_per_block} bytes on rank {self.world.rank}"
-            )
-        return min(most_useful, fitting)
-
-    def _bytes_for_cache(self) -> int:
-        """A GPU is this rank's own, and the share is of all of it; ranks of a host share the rest
-        of its memory."""
-        free, share = _free_bytes(self.device), self.config.gpu_memory_utilization
-        if self.device.type == "cuda":
-            total = torch.cuda.get_device_properties(self.device).total_memory
-            return free - int((1 - share) * total)
-        return int(free * share / self.world.num_local_ranks)
 
     def _capture(self, runner: Runner) -> None:
         """Graphs of decode steps, unless some rank cannot have them. Collective."""
         maker = None if self.config.enforce_eager else graphs.graph_maker(self.device)
         if maker is None:
             return
-        free, sizes = _free_bytes(self.device), graphs.step_sizes(self.rules)
+        free, sizes = self.room.free_bytes(), graphs.step_sizes(self.rules)
         step_graphs = graphs.StepGraphs(
             maker=maker,
             mode=graphs.graph_mode(self.config),
@@ -258,7 +234,7 @@ class _Assembler:
                 f" beside weights and cache on rank {self.world.rank}: lower"
                 " gpu_memory_utilization, give fewer sizes, or use enforce_eager"
             ) from error
-        taken = free - _free_bytes(self.device)
+        taken = free - self.room.free_bytes()
         logger.info("rank %d: %d graphs: %d bytes", self.world.rank, len(sizes), taken)
 
     @property
@@ -287,11 +263,3 @@ class _Assembler:
             num_ranks=world.num_ranks,
             timeout_s=world.timeout_s,
         )
-
-
-def _free_bytes(device: torch.device) -> int:
-    """Memory that a rank may still take on its device."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # what only torch's allocator holds is free
-        return torch.cuda.mem_get_info(device)[0]
-    return psutil.virtual_memory().available

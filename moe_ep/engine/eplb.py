@@ -9,11 +9,13 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from eplb.cost import CostModel
+from eplb.dispatch import DISPATCH_ALGORITHMS
 from eplb.files import PLACEMENT, FileError, ModelLayers, fit_loads, fit_placement, read_file
 from eplb.improve import improve
 from eplb.loads import LoadRecorder
@@ -34,15 +36,32 @@ TRIVIAL = "trivial"
 MOVE_PRICE = 0.002
 
 
-def initial_placement(config: EngineConfig, model: ModelConfig, world: World) -> Placement:
-    """Where experts are loaded: in order, or as ``init_expert_location`` says. Collective.
+class Location(NamedTuple):
+    """slot_table: int64 ``[L, E, W]``, by which this rank routes; see ``eplb.dispatch``."""
+
+    placement: Placement
+    slot_table: torch.Tensor
+
+
+def initial_location(config: EngineConfig, model: ModelConfig, world: World) -> Location:
+    """Where experts are loaded, in order or as ``init_expert_location`` says, and where tokens go.
+    Collective.
 
     Raises ConfigError for a file that does not fit, RuntimeError when ranks read different ones.
     """
-    if config.init_expert_location == TRIVIAL:
-        return _trivial(config, model)
+    loads, placement = None, _trivial(config, model)
+    if config.init_expert_location != TRIVIAL:
+        placement, loads = _agreed_file(config, model, world)
+    make_table = DISPATCH_ALGORITHMS[config.ep_dispatch_algorithm]
+    return Location(placement, make_table(placement, world.rank, loads))
+
+
+def _agreed_file(
+    config: EngineConfig, model: ModelConfig, world: World
+) -> tuple[Placement, torch.Tensor | None]:
+    """The placement of the file, and the loads that it was made from if the file has loads."""
     try:
-        placement = _from_file(config, model)
+        placement, loads = _from_file(config, model)
     except FileError as error:
         fix = "Or use --init-expert-location trivial."
         allowed = "a file for this model, these ranks and redundant experts"
@@ -56,7 +75,7 @@ def initial_placement(config: EngineConfig, model: ModelConfig, world: World) ->
             f"init_expert_location: {config.init_expert_location} is another file on ranks"
             f" {different} than on rank 0"
         )
-    return placement
+    return placement, loads
 
 
 def _trivial(config: EngineConfig, model: ModelConfig) -> Placement:
@@ -68,15 +87,17 @@ def _trivial(config: EngineConfig, model: ModelConfig) -> Placement:
     )
 
 
-def _from_file(config: EngineConfig, model: ModelConfig) -> Placement:
+def _from_file(config: EngineConfig, model: ModelConfig) -> tuple[Placement, torch.Tensor | None]:
     path = config.init_expert_location
     layers = ModelLayers(model.num_moe_layers, model.first_k_dense_replace, model.num_experts)
     kind, values = read_file(path)
     num_slots = model.num_experts + config.ep_num_redundant_experts
+    num_ranks = config.ep_size
     if kind == PLACEMENT:
-        return fit_placement(path, values, layers, num_slots=num_slots, num_ranks=config.ep_size)
+        placement = fit_placement(path, values, layers, num_slots=num_slots, num_ranks=num_ranks)
+        return placement, None
     loads = fit_loads(path, values, layers).sum(0)
-    return rebalance(loads, num_slots=num_slots, num_ranks=config.ep_size)
+    return rebalance(loads, num_slots=num_slots, num_ranks=num_ranks), loads
 
 
 class EngineSlots:
@@ -193,6 +214,7 @@ def _manager(
         group=dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s)),
         slots=slots,
         rebalance=next_placement,
+        make_table=DISPATCH_ALGORITHMS[config.ep_dispatch_algorithm],
         settings=Settings(
             num_iterations=config.eplb_rebalance_num_iterations,
             min_utilization=config.eplb_min_rebalancing_utilization_threshold,
