@@ -37,7 +37,8 @@ class MLA:
     """One layer's attention.
 
     qkv: ``[T, H]`` -> queries ``[T, N, P + rope]``, a new tensor that is rotated in place, and raw
-    latents ``[T, C + rope]``; together because both start with a product of x.
+    latents ``[T, C + rope]``; together because both start with a product of x. latents: the latter
+    alone.
     kv_a_norm: the norm of a latent's first C values. o_proj: ``[T, N * V]`` -> ``[T, H]``.
     w_kv_b: ``[N, P + V, C]``, of every head W_UK above W_UV; copied into two parts, not kept.
     """
@@ -48,6 +49,7 @@ class MLA:
         spec: AttentionSpec,
         backend: AttentionBackend,
         qkv: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]],
+        latents: Projection,
         kv_a_norm: Norm,
         o_proj: Projection,
         rope: Rotation,
@@ -59,7 +61,8 @@ class MLA:
             raise ValueError(f"w_kv_b must be {expected}, got {tuple(w_kv_b.shape)}")
         self.spec = spec
         self.backend = backend
-        self.qkv, self.kv_a_norm, self.o_proj = qkv, kv_a_norm, o_proj
+        self.qkv, self.latents = qkv, latents
+        self.kv_a_norm, self.o_proj = kv_a_norm, o_proj
         self.rope = rope
         w_uk, w_uv = w_kv_b.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
         # Small batches multiply fastest on CPUs, at the speed of reading the weight, when it is
@@ -94,8 +97,44 @@ class MLA:
             return x.new_zeros(num_padding, x.shape[1])
         enter(Part.PROJECTIONS)
         q, raw = self.qkv(x)
-        latent = enter_tokens(
-            q[..., self.spec.qk_nope_head_dim :],
+        q_rope = q[..., self.spec.qk_nope_head_dim :]
+        latent = self._enter(q_rope, raw, cos, sin, slot_mapping, cache, layer_idx)
+        enter(Part.CORE)
+        heads = self._attend(q, latent, cache.layer(layer_idx), plan)
+        enter(Part.OUTPUT)
+        out = self.o_proj(heads.flatten(1))
+        return F.pad(out, (0, 0, 0, num_padding)) if num_padding else out
+
+    def store(
+        self,
+        x: torch.Tensor,
+        *,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: LatentCache,
+        layer_idx: int,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Store the latents of ``x [T, H]`` and attend to nothing; arguments as of ``forward``.
+
+        Padding, with slot -1, may hold NaN and is stored where nobody reads.
+        """
+        raw = self.latents(x)
+        no_queries = raw.new_empty(len(raw), 0, self.spec.qk_rope_head_dim)
+        self._enter(no_queries, raw, cos, sin, slot_mapping, cache, layer_idx)
+
+    def _enter(
+        self,
+        q_rope: torch.Tensor,
+        raw: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        slot_mapping: torch.Tensor,
+        cache: LatentCache,
+        layer_idx: int,
+    ) -> torch.Tensor:
+        return enter_tokens(
+            q_rope,
             raw,
             norm=self.kv_a_norm,
             rope=self.rope,
@@ -105,11 +144,6 @@ class MLA:
             cache=cache,
             layer_idx=layer_idx,
         )
-        enter(Part.CORE)
-        heads = self._attend(q, latent, cache.layer(layer_idx), plan)
-        enter(Part.OUTPUT)
-        out = self.o_proj(heads.flatten(1))
-        return F.pad(out, (0, 0, 0, num_padding)) if num_padding else out
 
     def _attend(
         self,

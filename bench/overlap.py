@@ -216,7 +216,7 @@ def _rank_main(index: int, port: int, directory: str, args: argparse.Namespace) 
     torch.set_num_threads(1)
     store = connect_store("127.0.0.1", port, TIMEOUT_S)
     world = World(rank=index, num_ranks=NUM_RANKS, store=store, timeout_s=TIMEOUT_S)
-    most = max(args.decode, default=1)
+    most = max([*args.decode, *(tokens // PROMPT_TOKENS for tokens in args.prefill)])
     config = EngineConfig(
         model=directory,
         load_format="dummy",
@@ -262,6 +262,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--samples", type=int, default=10, help="steps of each kind")
     parser.add_argument("--json", help="file for the JSON object")
     args = parser.parse_args(argv)
+    if not args.decode and not args.prefill:
+        parser.error("--decode or --prefill must name a number of tokens")
     if any(tokens < 1 or tokens % PROMPT_TOKENS for tokens in args.prefill):
         parser.error(f"--prefill takes multiples of {PROMPT_TOKENS}")
     with tempfile.TemporaryDirectory() as directory:

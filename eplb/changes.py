@@ -12,11 +12,12 @@ numpy. Names: the top is the heaviest rank, e the expert of one of its slots; b 
 lightest ranks, f the expert of one of their slots.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import numpy as np
 
-from eplb.cost import CostModel, traffic
+from eplb.cost import CostModel, Traffic, traffic
 from eplb.replicate import count_replicas
 
 HUGE = 1e60  # a load that rules a change out; finite, so that sums of it are no NaN
@@ -28,7 +29,8 @@ class Changes(NamedTuple):
 
     ``heaviest``: load of the heaviest of all ranks after the change; ``touched``: of the heaviest
     that it changed for the worse, or the top; neither is underestimated. ``crossings``: by how
-    much they rise, to first order; 0 where they have no price. ``moves``: experts to fetch.
+    much they rise, nearly: as if changes of two groups on a node added up; 0 where they have no
+    price. ``moves``: experts to fetch.
     """
 
     heaviest: np.ndarray
@@ -68,7 +70,7 @@ class View:
         self._e_on_rank = holds[layer, :, self._e]
         self._e_on_b = np.take_along_axis(self._e_on_rank, self._b[:, None], 2)
         self._f_on_top = holds[layer, self._top, self._f][:, None]
-        self._slopes = self._find_slopes(loads, cost) if cost.price_per_crossing else None
+        self._rises = self._find_rises(loads, cost) if cost.price_per_crossing else None
 
     def swaps(self) -> Changes:
         """e and f change places."""
@@ -77,13 +79,7 @@ class View:
         touched = np.maximum(self._top_load() - given, self._load_of_b() + given)
         touched[self._e_on_b | self._f_on_top] = HUGE
         heaviest = np.maximum(touched, self._others.max(1)[:, None, None])
-        crossings: np.ndarray | float = 0.0
-        if self._slopes:
-            top = self._slopes.on_top
-            e_moves = self._slopes.e_on_b - self._of_e(top)
-            f_moves = self._of_f(top) - self._slopes.f_on_b
-            crossings = share_e * e_moves + share_f * f_moves
-        return Changes(heaviest, touched, crossings, 2)
+        return Changes(heaviest, touched, self._swap_crossings(given), 2)
 
     def copies(self) -> Changes:
         """e gets a replica in the slot of f."""
@@ -97,13 +93,7 @@ class View:
         with_e = self._of_e(holders) - share_e + more_e
         without_e = np.where(self._e_on_rank, 0, self._others[:, None]).max(2)[..., None]
         heaviest = np.maximum(touched, np.maximum(with_e, without_e))
-        crossings: np.ndarray | float = 0.0
-        if self._slopes:
-            mean = self._slopes.mean
-            e_comes = self._slopes.e_on_b - self._of_e(mean)
-            f_goes = self._of_f(mean) - self._slopes.f_on_b
-            crossings = more_e * e_comes + less_f * f_goes
-        return Changes(heaviest, touched, crossings, 1)
+        return Changes(heaviest, touched, self._copy_crossings(), 1)
 
     def change(self, place: np.ndarray, in_layer: np.ndarray) -> None:
         """Make one change in ``slots``, in the layers of the bool ``in_layer`` ``[L]``.
@@ -139,32 +129,75 @@ class View:
         holders[self._layer[..., None], np.roll(rising, 1, 1)] = np.roll(loads, 1, 1)[..., None]
         return holders
 
-    def _find_slopes(self, loads: np.ndarray, cost: CostModel) -> "_Slopes":
-        (_, num_ranks, slots_per_rank), num_experts = self._slots.shape, loads.shape[1]
-        by_node = traffic(loads, self._slots, cost).slopes
-        by_node = by_node.repeat(num_experts // cost.num_groups, 2)  # [L, N, E]
-        ranks_per_node = num_ranks // cost.num_nodes
-        node = np.arange(num_ranks * slots_per_rank) // (ranks_per_node * slots_per_rank)
-        here = by_node[self._layer, node, self._flat]  # [L, P]
-        cell = self._layer * num_experts + self._flat
-        sums = np.bincount(cell.ravel(), here.ravel(), loads.size).reshape(loads.shape)
-        node_of_b = self._b // ranks_per_node
-        return _Slopes(
-            on_top=by_node[self._layer[:, 0], self._top[:, 0] // ranks_per_node],
-            mean=sums * self._share / loads,
-            e_on_b=by_node[self._layer[..., None], node_of_b[:, None], self._e[:, :, None]],
-            f_on_b=by_node[self._layer, node_of_b, self._f][:, None],
+    def _swap_crossings(self, given: np.ndarray) -> np.ndarray | float:
+        if self._rises is None:
+            return 0.0
+        rises = self._rises
+        b_node, top_node = (ranks // self._ranks_per_node for ranks in (self._b, self._top))
+        e_moves = rises.on(rises.arrives, b_node[:, None], self._e[..., None])
+        e_moves = e_moves + rises.on(rises.leaves, top_node, self._e)[..., None]
+        f_moves = rises.on(rises.arrives, top_node, self._f)
+        f_moves = (f_moves + rises.on(rises.leaves, b_node, self._f))[:, None]
+        crossings = np.where((b_node == top_node)[:, None], 0, e_moves + f_moves)
+        # Of one group, what comes and what goes make up for each other.
+        of_e, of_f = rises.group[self._e][..., None], rises.group[self._f][:, None]
+        layer, e, f = np.nonzero((of_e == of_f) & (b_node != top_node)[:, None])
+        group, net = of_e[layer, e, 0], given[layer, e, f]
+        comes = rises.traffic.rises(layer, b_node[layer, f], group, net)
+        crossings[layer, e, f] = comes + rises.traffic.rises(layer, top_node[layer, 0], group, -net)
+        return crossings
+
+    def _copy_crossings(self) -> np.ndarray | float:
+        if self._rises is None:
+            return 0.0
+        rises, b_node = self._rises, self._b // self._ranks_per_node
+        e_gains = rises.on(rises.gains, b_node[:, None], self._e[..., None])
+        return e_gains + rises.on(rises.loses, b_node, self._f)[:, None]
+
+    def _find_rises(self, loads: np.ndarray, cost: CostModel) -> "_Rises":
+        (num_layers, num_experts), num_nodes = loads.shape, cost.num_nodes
+        self._ranks_per_node = self._slots.shape[1] // num_nodes
+        layer, node, _ = np.ogrid[:num_layers, :num_nodes, :1]
+        group = np.arange(num_experts) // (num_experts // cost.num_groups)
+        held = np.zeros((num_layers, num_nodes, num_experts))
+        np.add.at(held, (layer, node, self._slots.reshape(num_layers, num_nodes, -1)), 1)
+        now = traffic(loads, self._slots, cost)
+        rise = partial(now.rises, layer, node, group)
+        # Where there can be no replica more, or none less, the change is ruled out anyhow.
+        share = self._share[:, None]
+        more, less = (
+            np.where(table < HUGE, table, self._share)[:, None]
+            for table in (self._more, self._less)
+        )
+        lighter, heavier = held * (share - more), held * (less - share)
+        falls, grows = rise(-lighter), rise(heavier)
+        return _Rises(
+            arrives=rise(share),
+            leaves=rise(-share),
+            gains=falls.sum(1, keepdims=True) - falls + rise(more - lighter),
+            loses=grows.sum(1, keepdims=True) - grows + rise(heavier - less),
+            group=group,
+            traffic=now,
         )
 
 
-class _Slopes(NamedTuple):
-    """How much crossings rise for each unit of load of an expert that comes to the node of
+class _Rises(NamedTuple):
+    """How much crossings rise, ``[L, N, E]``, when a replica of an expert, as it is,
 
-    - the top, ``on_top`` ``[L, E]``, or its own slots in the mean, ``mean`` ``[L, E]``;
-    - b, for e in ``e_on_b`` ``[L, S, Q]`` and for f in ``f_on_b`` ``[L, 1, Q]``.
+    - comes to the node (``arrives``) or goes from it (``leaves``),
+    - or is made there (``gains``) or removed there (``loses``), its load going from or to the
+      others. ``group``: int64 ``[E]``.
     """
 
-    on_top: np.ndarray
-    mean: np.ndarray
-    e_on_b: np.ndarray
-    f_on_b: np.ndarray
+    arrives: np.ndarray
+    leaves: np.ndarray
+    gains: np.ndarray
+    loses: np.ndarray
+    group: np.ndarray
+    traffic: Traffic
+
+    @staticmethod
+    def on(table: np.ndarray, node: np.ndarray, expert: np.ndarray) -> np.ndarray:
+        """Of each expert on each node; both ``[L, ...]``, and broadcast."""
+        layer = np.arange(len(table)).reshape(-1, *[1] * (node.ndim - 1))
+        return table[layer, node, expert]

@@ -77,11 +77,25 @@ def costs(loads: np.ndarray, slots: np.ndarray, cost: CostModel) -> np.ndarray:
 
 
 class Traffic(NamedTuple):
-    """``crossings`` ``[L]`` as ``CostModel`` counts them; ``slopes`` ``[L, N, G]``: how much they
-    rise for each unit of load of a group that comes to a node."""
+    """``crossings`` ``[L]`` as ``CostModel`` counts them, and what ``rises`` needs, by node and
+    group ``[L, N, G]``: ``share`` of the group's load on the node, and ``weight``, how much
+    crossings rise for each token of the group that comes to need the node."""
 
     crossings: np.ndarray
-    slopes: np.ndarray
+    share: np.ndarray
+    weight: np.ndarray
+    group_loads: np.ndarray
+    picks: float
+
+    def rises(
+        self, layer: np.ndarray, node: np.ndarray, group: np.ndarray, load: np.ndarray
+    ) -> np.ndarray:
+        """How much crossings rise if each ``load`` of a group, by itself, came to a node, or, being
+        below 0, went from it. All int64 but ``load``, and broadcast against each other."""
+        place = (layer, node, group)
+        spare, total = 1 - self.share[place], self.group_loads[layer, 0, group]
+        left = np.clip(spare - load / total, 0, 1)
+        return self.weight[place] * (spare**self.picks - left**self.picks)
 
 
 def traffic(loads: np.ndarray, slots: np.ndarray, cost: CostModel) -> Traffic:
@@ -92,18 +106,17 @@ def traffic(loads: np.ndarray, slots: np.ndarray, cost: CostModel) -> Traffic:
     token needs that node for this group with h = p * (1 - (1 - f)^q), and for any with
     1 - product(1 - h).
     """
-    (num_layers, num_experts), num_ranks = loads.shape, slots.shape[1]
     num_nodes, num_groups = cost.num_nodes, cost.num_groups
     # 1. [L, N, G]: share of each group's load on each node.
-    flat = slots.reshape(num_layers, -1)
-    slot_loads = np.take_along_axis(loads / count_replicas(flat, num_experts), flat, 1)
-    group_loads = loads.reshape(num_layers, 1, num_groups, -1).sum(3)
-    cell = np.arange(num_layers)[:, None] * num_nodes + np.arange(flat.shape[1]) // (
-        flat.shape[1] // num_nodes
-    )
-    cell = cell * num_groups + flat // (num_experts // num_groups)
-    share = np.bincount(cell.ravel(), slot_loads.ravel(), num_layers * num_nodes * num_groups)
-    share = np.minimum(share.reshape(num_layers, num_nodes, num_groups) / group_loads, 1)
+    experts = slots.reshape(len(slots), num_nodes, -1)
+    group = experts // (loads.shape[1] // num_groups)
+    shares = loads / count_replicas(experts.reshape(len(slots), -1), loads.shape[1])
+    on_node = np.zeros((len(slots), num_nodes, num_groups))
+    slot_loads = np.take_along_axis(shares[:, None], experts, 2)
+    layer, node, _ = np.ogrid[: len(slots), :num_nodes, :1]
+    np.add.at(on_node, (layer, node, group), slot_loads)
+    group_loads = loads.reshape(len(loads), 1, num_groups, -1).sum(3)
+    share = np.minimum(on_node / group_loads, 1)
     # 2. Probabilities.
     total = loads.sum(1)[:, None, None]
     chosen = np.minimum(cost.topk_group * group_loads / total, 1)  # p
@@ -111,7 +124,7 @@ def traffic(loads: np.ndarray, slots: np.ndarray, cost: CostModel) -> Traffic:
     misses = 1 - chosen * (1 - (1 - share) ** picks)  # 1 - h
     spared = misses.prod(2, keepdims=True)
     # 3. A copy starts on the node it is for in one case of N.
-    copies = total / cost.num_experts_per_tok * (1 - 1 / num_nodes) / num_ranks
-    slopes = copies * spared / np.maximum(misses, 1e-9) * chosen * picks
-    slopes = slopes * (1 - share) ** (picks - 1) / group_loads
-    return Traffic((copies * (1 - spared)).sum((1, 2)), slopes)
+    copies = total / cost.num_experts_per_tok * (1 - 1 / num_nodes) / slots.shape[1]
+    weight = copies * spared / np.maximum(misses, 1e-9) * chosen
+    crossings = (copies * (1 - spared)).sum((1, 2))
+    return Traffic(crossings, share, weight, group_loads, picks)

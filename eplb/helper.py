@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from eplb.dispatch import MakeTable
 from eplb.loads import (
     balancedness,
     expected_slot_loads,
@@ -53,8 +54,8 @@ Rebalance = Callable[[torch.Tensor, Placement], Placement]
 class Decision:
     """What a computation found; equal on all ranks.
 
-    slot_table: int64 ``[L, E]``, and experts: int64 ``[L, S]``, of this rank. layers: those that
-    change. step_s: median of the window that led to it. facts: what that window adds to
+    slot_table: int64 ``[L, E, W]``, and experts: int64 ``[L, S]``, of this rank. layers: those in
+    which experts move. step_s: median of the window that led to it. facts: what that window adds to
     ``EplbStatus``.
     """
 
@@ -71,8 +72,8 @@ class Helper:
     """One rank's helper. All methods are for the loop, none waits but ``close``.
 
     group: CPU tensors over all ranks, used by nothing else; its time limit bounds every wait.
-    nodes: the node of each rank. access, rebalance: called in the helper's thread. The other
-    arguments: see ``Settings``; the same on all ranks.
+    nodes: the node of each rank. access, rebalance, make_table: called in the helper's thread. The
+    other arguments: see ``Settings``; the same on all ranks.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Helper:
         group: dist.ProcessGroup,
         access: SlotAccess,
         rebalance: Rebalance,
+        make_table: MakeTable,
         min_utilization: float,
         bytes_per_step: int,
     ) -> None:
@@ -96,6 +98,7 @@ class Helper:
         self._nodes = tuple(nodes)
         self._group = group
         self._rebalance = rebalance
+        self._make_table = make_table
         self._min_utilization = min_utilization
         self._thread = ThreadPoolExecutor(
             1, "eplb", initializer=torch.set_num_threads, initargs=(1,)
@@ -182,7 +185,7 @@ class Helper:
         return Decision(
             old=old,
             new=new,
-            slot_table=new.slot_table(self._rank),
+            slot_table=self._make_table(new, self._rank, loads),
             experts=new.of_rank(self._rank),
             layers=changed_layers(old, new),
             step_s=step_s,

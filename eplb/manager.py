@@ -27,6 +27,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from eplb.dispatch import MakeTable
 from eplb.helper import Decision, Helper, Rebalance
 from eplb.migrate import SlotAccess
 from eplb.placement import Placement
@@ -50,7 +51,7 @@ class Slots(SlotAccess, Protocol):
         slot_table: torch.Tensor,
     ) -> None:
         """Between steps: put staged experts into their slots, which then hold ``experts [S]``, and
-        route by ``slot_table [E]``."""
+        route by ``slot_table [E, W]``."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Manager:
     """One rank's end. ``advance``, ``rest`` and ``close`` are for the loop, ``status`` for any
     thread.
 
-    placement: in force at the start. group, nodes, rebalance: see ``Helper``.
+    placement: in force at the start. group, nodes, rebalance, make_table: see ``Helper``.
     """
 
     def __init__(
@@ -84,6 +85,7 @@ class Manager:
         group: dist.ProcessGroup,
         slots: Slots,
         rebalance: Rebalance,
+        make_table: MakeTable,
         settings: Settings,
     ) -> None:
         self._helper = Helper(
@@ -92,6 +94,7 @@ class Manager:
             group=group,
             access=slots,
             rebalance=rebalance,
+            make_table=make_table,
             min_utilization=settings.min_utilization,
             bytes_per_step=settings.bytes_per_step,
         )
@@ -172,20 +175,29 @@ class Manager:
         self._to_measure = None
         pending = len(decision.layers)
         self._note(**decision.facts, layers_pending=pending, phase=Phase.MOVING)
+        self._reroute(decision)
         if not pending:
             self._note(num_skipped=self._status.num_skipped + 1)
         self._carry_next(decision)
 
-    def _switch(self, staged: dict[int, object]) -> None:
-        decision, pending = self._decision, self._status.layers_pending
-        assert decision is not None, "moving without a decision"
-        layer = decision.layers[-pending]
+    def _reroute(self, decision: Decision) -> None:
+        """Where no expert moves, tokens may be split differently over the replicas. That is each
+        rank's own affair, whatever the others do."""
+        for layer in set(range(len(decision.experts))).difference(decision.layers):
+            self._install(decision, layer, {})
+
+    def _install(self, decision: Decision, layer: int, staged: dict[int, object]) -> None:
         self._slots.install(
             layer,
             staged,
             experts=decision.experts[layer],
             slot_table=decision.slot_table[layer],
         )
+
+    def _switch(self, staged: dict[int, object]) -> None:
+        decision, pending = self._decision, self._status.layers_pending
+        assert decision is not None, "moving without a decision"
+        self._install(decision, decision.layers[-pending], staged)
         self._note(layers_pending=pending - 1, bytes_moved=self._helper.bytes_received)
         self._carry_next(decision)
 

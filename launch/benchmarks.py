@@ -8,6 +8,7 @@ BENCHMARKS = (
     "decode",
     "dispatch_combine",
     "eplb",
+    "eplb_live",
     "gpu_report",
     "grouped_gemm",
     "mla_decode",

@@ -12,8 +12,8 @@ from moe_ep.gate import Gate
 
 
 class Router:
-    """slot_table: int64 ``[E]``, the slot to which this rank sends tokens of each expert
-    (``Placement.slot_table``); may be replaced between steps.
+    """slot_table: int64 ``[E, W]``, the slot to which this rank sends its token number t that chose
+    expert e, ``[e, t % W]`` (``eplb.dispatch``); may be replaced between steps.
     """
 
     def __init__(self, gate: Gate, slot_table: torch.Tensor) -> None:
@@ -31,7 +31,9 @@ class Router:
         if kernels.are_used(x.device):
             return self._by_kernels(x, is_padding)
         topk_idx, topk_weights = self.gate(x)
-        topk_slots = self.slot_table.take(topk_idx)
+        num_ways = self.slot_table.shape[1]
+        way = torch.arange(len(topk_idx), device=topk_idx.device).remainder_(num_ways)
+        topk_slots = self.slot_table.take(topk_idx * num_ways + way.unsqueeze(1))
         return topk_slots.masked_fill_(is_padding.unsqueeze(1), -1), topk_weights
 
     def _by_kernels(

@@ -91,7 +91,7 @@ def _make_layer(placement: Placement, rank: int, group) -> MoELayer:
         routed_scaling_factor=2.5,
     )
     return MoELayer(
-        router=Router(gate, placement.slot_table(rank)[0]),
+        router=Router(gate, placement.slot_table(rank)[0].unsqueeze(1)),
         dispatcher=create_dispatcher("auto", spec, group),
         experts=experts,
         shared_expert=weights.shared_expert,

@@ -17,7 +17,7 @@ def _implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(kernels, "are_used", lambda device: request.param == "kernels")
 
 
-def make_router() -> Router:
+def make_router(num_ways: int = 1) -> Router:
     gate = Gate(
         weight=randn(NUM_EXPERTS, HIDDEN).to(DEVICE) / HIDDEN**0.5,
         bias=0.1 * randn(NUM_EXPERTS, seed=1).to(DEVICE),
@@ -29,12 +29,14 @@ def make_router() -> Router:
         norm_topk_prob=True,
         routed_scaling_factor=2.5,
     )
-    return Router(gate, torch.arange(NUM_EXPERTS, device=DEVICE).flip(0) * 3)
+    ways = torch.arange(num_ways, device=DEVICE)
+    return Router(gate, torch.arange(NUM_EXPERTS, device=DEVICE).flip(0).unsqueeze(1) * 8 + ways)
 
 
+@pytest.mark.parametrize("num_ways", [1, 4])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_slots_are_those_of_the_gates_experts(dtype):
-    router = make_router()
+def test_slots_are_those_of_the_gates_experts(dtype, num_ways: int):
+    router = make_router(num_ways)
     x = randn(TOKENS, HIDDEN, seed=2).to(dtype)
     is_padding = torch.tensor([False, False, True, False, False, False, True, True, True])
     x[is_padding] = NAN
@@ -42,7 +44,8 @@ def test_slots_are_those_of_the_gates_experts(dtype):
     assert (slots.dtype, weights.dtype) == (torch.int64, torch.float32)
     assert (slots[is_padding] == -1).all()
     idx, want = (t.cpu() for t in router.gate(x[~is_padding].to(DEVICE)))
-    want_slots = router.slot_table.cpu()[idx]
+    way = torch.arange(TOKENS)[~is_padding].unsqueeze(1) % num_ways
+    want_slots = router.slot_table.cpu()[idx, way]
     order, want_order = slots[~is_padding].argsort(1), want_slots.argsort(1)
     assert torch.equal(slots[~is_padding].gather(1, order), want_slots.gather(1, want_order))
     got = weights[~is_padding].gather(1, order)

@@ -62,7 +62,7 @@ def map_to_slots_case(num_tokens: int, sizes: Sizes, device: torch.device) -> Ke
         costs.map_to_slots_cost(num_tokens, sizes.num_topk, sizes.num_experts),
         {
             "triton": lambda: map_to_slots(
-                topk_idx, table, is_padding=is_padding, expert_tokens=loads
+                topk_idx, table.unsqueeze(1), is_padding=is_padding, expert_tokens=loads
             )
         },
         check,

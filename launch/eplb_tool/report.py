@@ -18,11 +18,11 @@ def print_report(found: Replayed) -> None:
     console.width = max(console.width, TABLE_WIDTH)
     num_windows, num_layers, _ = found.policies[0].tokens.shape
     left_out = found.num_steps % found.window
+    rest = f"; {left_out} steps at the end fill none" if left_out else ""
     console.print(
         f"{found.num_steps} steps in windows of {found.window}; {num_windows} windows are judged,"
-        " each under what the one before it taught"
-        + f"; {left_out} steps at the end fill none"
-        * bool(left_out)
+        f" each under what the one before it taught{rest}",
+        soft_wrap=True,
     )
     console.print(_summary(found), _layers(found), sep="\n")
     if num_layers > SHOWN_LAYERS:

@@ -92,6 +92,13 @@ class EngineConfig:
         " placement or with loads to place them by.",
         sglang="--init-expert-location",
     )
+    ep_dispatch_algorithm: str = flag(
+        "static",
+        help="How a rank chooses among an expert's replicas: static uses one of them, its own if it"
+        " has one; balanced splits tokens over all, more of them to lightly loaded ranks.",
+        sglang="--ep-dispatch-algorithm",
+        choices=("static", "balanced"),
+    )
     enable_eplb: bool = flag(
         False,
         help="Re-place experts by their measured loads while the engine runs.",

@@ -55,14 +55,17 @@ class Runner:
         progress = self.decoder.progress
         progress.enter(Stage.INPUTS)
         parts = self._micro_batches(batch, shape)
-        outs = self._forward(parts, shape)
+        # The last layer is worth its while for tokens that are sampled from, or looked at.
+        only_last = bool(batch.prefills) and not _wants_prompt_logprobs(batch)
+        outs = self._forward(parts, shape, only_last=only_last)
         rows = [out[: part.num_tokens] for out, part in zip(outs, parts, strict=True)]
         hidden = rows[0] if len(rows) == 1 else torch.cat(rows)  # in token order
         progress.enter(Stage.HEAD)
-        sampled = self._sample(hidden, batch)
-        for request_id, entries in self._prompt_logprobs(hidden, batch).items():
-            token = sampled.get(request_id, SampledToken(None))
-            sampled[request_id] = replace(token, prompt_logprobs=entries)
+        sampled = self._sample(hidden if only_last else hidden[_sampled_rows(batch)], batch)
+        if not only_last:
+            for request_id, entries in self._prompt_logprobs(hidden, batch).items():
+                token = sampled.get(request_id, SampledToken(None))
+                sampled[request_id] = replace(token, prompt_logprobs=entries)
         return sampled
 
     @torch.inference_mode()
@@ -80,13 +83,17 @@ class Runner:
         whole = whole_batch(batch)
         return split(whole, self.token_cost, shape.micro_batch_rows) if shape.overlap else (whole,)
 
-    def _forward(self, parts: Sequence[MicroBatch], shape: StepShape) -> list[torch.Tensor]:
-        """Last hidden states of each micro-batch, padding included."""
+    def _forward(
+        self, parts: Sequence[MicroBatch], shape: StepShape, *, only_last: bool
+    ) -> list[torch.Tensor]:
+        """Last hidden states of each micro-batch: of its sampled tokens, or of all, padding
+        included."""
         self.dispatcher.prepare(shape.mode)
         captured = None if self._graphs is None else self._graphs.find(shape)
         if captured is None:
-            steps = enumerate(parts)
-            return self._run([self._step_input(part, shape, index) for index, part in steps])
+            return self._run(
+                [self._step_input(part, shape, i, only_last) for i, part in enumerate(parts)]
+            )
         captured.fill(parts)
         self.decoder.progress.enter(Stage.GRAPH)
         return captured.replay()
@@ -94,7 +101,9 @@ class Runner:
     def _run(self, steps: Sequence[StepInput]) -> list[torch.Tensor]:
         return overlap.run([self.decoder.forward(step, self.cache) for step in steps])
 
-    def _step_input(self, part: MicroBatch, shape: StepShape, index: int) -> StepInput:
+    def _step_input(
+        self, part: MicroBatch, shape: StepShape, index: int, only_last: bool
+    ) -> StepInput:
         return make_step_input(
             part,
             attention=self.attention,
@@ -102,13 +111,15 @@ class Runner:
             num_padded_tokens=shape.micro_batch_rows,
             device=self.device,
             index=index,
+            only_last=only_last,
         )
 
     def _sample(self, hidden: torch.Tensor, batch: ScheduledBatch) -> dict[str, SampledToken]:
+        """hidden: of the last known token of each of ``batch.sampling_requests``."""
         requests = batch.sampling_requests
         if not requests:
             return {}
-        logits = self.decoder.logits(hidden[_sampled_rows(batch)])
+        logits = self.decoder.logits(hidden)
         self.decoder.progress.enter(Stage.SAMPLING)
         sampled = self.sampler.sample(logits, requests)
         return {request.request_id: token for request, token in zip(requests, sampled, strict=True)}
@@ -135,6 +146,10 @@ class Runner:
             num_top=request.params.prompt_logprobs or 0,
             request_id=request.request_id,
         )
+
+
+def _wants_prompt_logprobs(batch: ScheduledBatch) -> bool:
+    return any(chunk.prompt_logprob_rows for chunk in batch.prefills)
 
 
 def _sampled_rows(batch: ScheduledBatch) -> list[int]:

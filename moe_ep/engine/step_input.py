@@ -4,7 +4,8 @@ Shape letters: T tokens of the micro-batch (padding included).
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -13,7 +14,7 @@ from attention.base import BLOCK_SIZE, AttentionBackend, AttentionBatch
 from moe_ep.dispatch.base import Mode
 from moe_ep.engine.batch import ScheduledBatch
 from moe_ep.engine.request import Request
-from moe_ep.model.decoder import StepInput
+from moe_ep.model.decoder import LastTokens, StepInput
 
 
 class Piece(NamedTuple):
@@ -22,6 +23,11 @@ class Piece(NamedTuple):
     request: Request
     start: int
     length: int
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the request's last known token is in it."""
+        return self.start + self.length == len(self.request.token_ids)
 
 
 @dataclass(frozen=True)
@@ -76,12 +82,15 @@ def make_step_input(
     num_padded_tokens: int | None,
     device: torch.device,
     index: int = 0,
+    only_last: bool = False,
 ) -> StepInput:
-    """num_padded_tokens: T; None for no padding. index: which micro-batch of the step it is."""
+    """num_padded_tokens: T; None for no padding. index: which micro-batch of the step it is.
+    only_last: last hidden states are needed of each request's last known token only.
+    """
     num_tokens = batch.num_tokens
     num_rows = num_tokens if num_padded_tokens is None else num_padded_tokens
     token_ids, positions, slots = token_rows(batch, num_rows).to(device)
-    return StepInput(
+    step = StepInput(
         token_ids=token_ids,
         positions=positions,
         slot_mapping=slots,
@@ -90,3 +99,25 @@ def make_step_input(
         mode=mode,
         micro_batch=index,
     )
+    return replace(step, last=_last_tokens(batch, step, attention)) if only_last else step
+
+
+def _last_tokens(batch: MicroBatch, step: StepInput, attention: AttentionBackend) -> LastTokens:
+    ends = accumulate(piece.length for piece in batch.pieces)
+    found = [
+        (end - 1, piece) for end, piece in zip(ends, batch.pieces, strict=True) if piece.is_last
+    ]
+    pieces = [Piece(piece.request, piece.start + piece.length - 1, 1) for _, piece in found]
+    device = step.token_ids.device
+    rows = torch.tensor([row for row, _ in found], dtype=torch.int64).to(device)
+    alone = replace(
+        step,
+        token_ids=step.token_ids[rows],
+        positions=step.positions[rows],
+        slot_mapping=step.slot_mapping[rows],
+        num_tokens=torch.tensor([len(pieces)], dtype=torch.int32).to(device),
+        attention_plan=attention.plan(
+            attention_batch(MicroBatch(pieces, len(pieces)), num_padded_tokens=len(pieces))
+        ),
+    )
+    return LastTokens(rows, alone)

@@ -56,10 +56,10 @@ def map_to_slots(
     is_padding: torch.Tensor,
     expert_tokens: torch.Tensor | None,
 ) -> torch.Tensor:
-    """int64 ``[T, K]``: ``slot_table[topk_idx]`` for real tokens, -1 for padding and for choice -1.
+    """int64 ``[T, K]``: the slots of real tokens, -1 for padding and for choice -1.
 
     topk_idx: contiguous int64 ``[T, K]``; padding rows may hold anything.
-    slot_table: int64 ``[E]``.
+    slot_table: contiguous int64 ``[E, W]``; row t that chose expert e gets ``[e, t % W]``.
     is_padding: bool ``[T]``, on the device, so that a captured graph serves any number of tokens.
     expert_tokens: int64 ``[E]``, increased by the real tokens' choices of each expert; or None.
     """
@@ -73,6 +73,7 @@ def map_to_slots(
             slots,
             topk_idx.numel(),
             topk_idx.shape[1],
+            NUM_WAYS=slot_table.shape[1],
             BLOCK=BLOCK_CHOICES,
         )
     return slots
@@ -170,14 +171,17 @@ def _map_to_slots(
     slots,
     num_choices,
     num_topk,
+    NUM_WAYS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     is_inside = at < num_choices
-    is_real = is_inside & (tl.load(is_padding + at // num_topk, mask=is_inside, other=1) == 0)
+    token = at // num_topk
+    is_real = is_inside & (tl.load(is_padding + token, mask=is_inside, other=1) == 0)
     expert = tl.load(topk_idx + at, mask=is_real, other=-1)
     is_choice = expert >= 0
-    slot = tl.load(slot_table + expert, mask=is_choice, other=-1)
+    way = expert * NUM_WAYS + token % NUM_WAYS
+    slot = tl.load(slot_table + way, mask=is_choice, other=-1)
     tl.store(slots + at, slot, mask=is_inside)
     if expert_tokens is not None:
         tl.atomic_add(expert_tokens + expert, 1, mask=is_choice, sem="relaxed")

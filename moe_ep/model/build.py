@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from attention import AttentionBackend, AttentionSpec
-from attention.mla import MLA
+from attention.mla import MLA, Projection
 from eplb.placement import Placement
 from moe_ep.config import ModelConfig
 from moe_ep.dispatch import Dispatcher
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 class DecoderParts:
     """What the decoder is built around: chosen backends, this rank's placement, and the progress.
 
+    slot_table: int64 ``[L, E, W]``, by which this rank routes (``eplb.dispatch``).
     device: where weights are kept. keeps_fp8: multiply FP8 projections as they are stored, where
     their sizes allow it. make_experts: returns an empty expert bank for one layer.
     """
@@ -46,6 +47,7 @@ class DecoderParts:
     dispatcher: Dispatcher
     make_experts: Callable[[], Experts]
     placement: Placement
+    slot_table: torch.Tensor
     rank: int
     progress: Progress
 
@@ -94,7 +96,7 @@ class _Builder:
         self.parts = parts
         self.rope = rope
         self.spec = attention_spec(model, parts.dtype)
-        self.slot_table = parts.placement.slot_table(parts.rank).to(parts.device)
+        self.slot_table = parts.slot_table.to(parts.device)
         self._told: set[str] = set()
 
     def tensor(self, name: str, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -157,10 +159,12 @@ class _Builder:
         spec = self.spec
         heads = spec.num_heads
         w_kv_b = self.tensor(prefix + "kv_b_proj.weight")
+        qkv, latents = self._queries_and_latents(prefix)
         return MLA(
             spec=spec,
             backend=self.parts.attention,
-            qkv=self._queries_and_latents(prefix),
+            qkv=qkv,
+            latents=latents,
             kv_a_norm=self.norm(prefix + "kv_a_layernorm.weight", self.model.latent_norm_eps),
             o_proj=self._linear(prefix + "o_proj."),
             rope=self.rope,
@@ -169,20 +173,25 @@ class _Builder:
 
     def _queries_and_latents(
         self, prefix: str
-    ) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-        """The first product of both is one product: a call less, which small batches feel."""
+    ) -> tuple[Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]], Projection]:
+        """Both, and latents alone. The first product of both is one product: a call less, which
+        small batches feel."""
         shape = (-1, self.spec.num_heads, self.model.qk_head_dim)
         rank = self.model.q_lora_rank
         query = "q_proj" if rank is None else "q_a_proj"
         first = self._linear(f"{prefix}{query}.", f"{prefix}kv_a_proj_with_mqa.")
         sizes = [first.out_features - self.spec.latent_dim, self.spec.latent_dim]
+
+        def latents(x: torch.Tensor) -> torch.Tensor:
+            return first(x).split(sizes, dim=-1)[1]
+
         if rank is None:
 
             def direct(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
                 q, latent = first(x).split(sizes, dim=-1)
                 return q.unflatten(-1, shape[1:]), latent
 
-            return direct
+            return direct, latents
         norm = self.norm(prefix + "q_a_layernorm.weight", self.model.latent_norm_eps)
         q_b = self._linear(prefix + "q_b_proj.")
 
@@ -190,7 +199,7 @@ class _Builder:
             q_a, latent = first(x).split(sizes, dim=-1)
             return q_b(norm(q_a)).view(shape), latent
 
-        return low_rank
+        return low_rank, latents
 
     def _mlp(self, prefix: str) -> DenseMLP:
         gate_up = self._linear(prefix + "gate_proj.", prefix + "up_proj.")

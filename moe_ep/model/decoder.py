@@ -31,7 +31,7 @@ class StepInput:
     cache (block * 64 + offset), -1 for padding. num_tokens: int32 ``[1]``: so many rows are real,
     the others padding. All on the device, so that a captured step can be given other tokens.
     attention_plan: made by the attention backend for these tokens. micro_batch: which of the step's
-    one or two this is.
+    one or two this is. last: when given, the only tokens whose last hidden states are needed.
     """
 
     token_ids: torch.Tensor
@@ -41,6 +41,19 @@ class StepInput:
     attention_plan: Any
     mode: Mode
     micro_batch: int = 0
+    last: "LastTokens | None" = None
+
+
+@dataclass(frozen=True)
+class LastTokens:
+    """The tokens of a step that go through the last layer, as a step of their own.
+
+    rows: int64 ``[N]``, which of the step's tokens they are. step: these alone, each a decode, as
+    all that comes before a token is in the cache by then.
+    """
+
+    rows: torch.Tensor
+    step: StepInput
 
 
 class DenseMLP:
@@ -114,13 +127,25 @@ class Decoder:
         return [layer.mlp for layer in self.layers if isinstance(layer.mlp, MoELayer)]
 
     def forward(self, step: StepInput, cache: LatentCache) -> Generator[None, None, torch.Tensor]:
-        """Return the last hidden states ``[T, H]``; padding rows are unspecified."""
+        """Return the last hidden states: ``[T, H]``, padding unspecified, or ``[N, H]`` of the
+        tokens of ``step.last``."""
         track = Track(self.progress, step.micro_batch)
         track.enter(Stage.EMBEDDING)
         x = F.embedding(step.token_ids, self.embedding)
+        if step.last is None:
+            return (yield from self._layers(x, step, cache, range(len(self.layers)), track))
+        final = len(self.layers) - 1
+        x = yield from self._layers(x, step, cache, range(final), track)
+        self._store_latents(x, step, cache, final, track)
+        x = x[step.last.rows]
+        return (yield from self._layers(x, step.last.step, cache, range(final, final + 1), track))
+
+    def _layers(
+        self, x: torch.Tensor, step: StepInput, cache: LatentCache, indices: range, track: Track
+    ) -> Generator[None, None, torch.Tensor]:
         cos, sin = self.rope.cos_sin(step.positions)
         is_padding = torch.arange(len(x), device=x.device) >= step.num_tokens
-        for index, layer in enumerate(self.layers):
+        for index in indices:
             track.layer = index
 
             def attend(mla: MLA, normed: torch.Tensor, index: int = index) -> torch.Tensor:
@@ -135,10 +160,27 @@ class Decoder:
                     enter=lambda part: track.enter(Stage(part)),
                 )
 
-            x = yield from layer.forward(
+            x = yield from self.layers[index].forward(
                 x, attend=attend, is_padding=is_padding, mode=step.mode, track=track
             )
         return x
+
+    def _store_latents(
+        self, x: torch.Tensor, step: StepInput, cache: LatentCache, index: int, track: Track
+    ) -> None:
+        """What later tokens will attend to in a layer that these do not go through."""
+        track.layer = index
+        track.enter(Stage.ATTENTION_PROJECTIONS)
+        layer = self.layers[index]
+        cos, sin = self.rope.cos_sin(step.positions)
+        layer.attention.store(
+            layer.input_norm(x),
+            cos=cos,
+            sin=sin,
+            cache=cache,
+            layer_idx=index,
+            slot_mapping=step.slot_mapping,
+        )
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Float32 ``[N, V]`` for chosen rows ``[N, H]`` of the last hidden states."""

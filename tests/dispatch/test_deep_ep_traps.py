@@ -168,7 +168,7 @@ def _shared_buffer(info: RankInfo) -> list[torch.Tensor]:
         return outs
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(deep_ep_v1, "has_one_buffer", lambda spec: True)
+        patch.setattr(deep_ep_v1, "v1_has_one_buffer", lambda spec: True)
         return on_stand_in(info, "deepep", one.spec, work)
 
 

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from eplb.dispatch import static_table
 from eplb.placement import Placement
 from moe_ep.config import ConfigError, EngineConfig, ModelConfig
 from moe_ep.dispatch.layout import masked_rows
@@ -144,6 +145,7 @@ def test_fp8_projections_are_kept_where_their_sizes_allow(keeps_fp8: bool, caplo
         vocab_size=32,
         max_position_embeddings=64,
     )
+    placement = Placement.trivial(num_layers=1, num_experts=8, num_ranks=1)
     parts = DecoderParts(
         dtype=torch.bfloat16,
         device=CPU,
@@ -151,7 +153,8 @@ def test_fp8_projections_are_kept_where_their_sizes_allow(keeps_fp8: bool, caplo
         attention=None,
         dispatcher=None,
         make_experts=NoExperts,
-        placement=Placement.trivial(num_layers=1, num_experts=8, num_ranks=1, num_redundant=0),
+        placement=placement,
+        slot_table=static_table(placement, 0, None),
         rank=0,
         progress=Progress(),
     )

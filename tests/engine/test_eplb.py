@@ -55,8 +55,9 @@ def texts_of(runs: list[Run]) -> dict[str, list[int]]:
         (2, {"num_kv_blocks": 3, "max_num_batched_tokens": 64}, {}, None),  # preempts
         (4, {"max_num_seqs": 2, "max_num_batched_tokens": 16}, {"aborts_at": 12}, None),
         (4, {"ep_num_redundant_experts": 0}, {}, 3),  # three ranks have no work
+        (4, {"ep_dispatch_algorithm": "balanced"}, {}, None),
     ],
-    ids=["ep2", "ep4", "preemption", "abort-and-chunks", "idle-ranks"],
+    ids=["ep2", "ep4", "preemption", "abort-and-chunks", "idle-ranks", "balanced"],
 )
 def test_the_text_is_the_same(rank_pool, ep_size, flags, script, only_rank):
     requests = requests_for(ep_size, only_rank=only_rank)

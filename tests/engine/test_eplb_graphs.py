@@ -6,6 +6,7 @@ place would send tokens to the experts of the start.
 
 from unittest.mock import patch
 
+import pytest
 import torch
 
 import moe_ep.engine.eplb as glue
@@ -45,7 +46,8 @@ def moving_worker(
     return result, engines[0].status().eplb, sum(graph.num_replays for graph in maker.graphs)
 
 
-def test_replays_follow_the_experts(rank_pool):
+@pytest.mark.parametrize("algorithm", ["static", "balanced"])
+def test_replays_follow_the_experts(rank_pool, algorithm: str):
     config = graph_config(
         2,
         moe_a2a_backend="deepep",
@@ -53,6 +55,7 @@ def test_replays_follow_the_experts(rank_pool):
         max_num_seqs=2,
         enable_eplb=True,
         eplb_rebalance_num_iterations=1,
+        ep_dispatch_algorithm=algorithm,
     )
     requests = [requests_for(2, num_new=6)[0][:4], []]
     found = rank_pool.run(moving_worker, 2, config, requests, timeout_s=120)

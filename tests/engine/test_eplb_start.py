@@ -9,7 +9,7 @@ import torch
 from eplb.files import write_loads, write_placement
 from eplb.placement import Placement
 from moe_ep.config import ConfigError, EngineConfig, ModelConfig, find_problems
-from moe_ep.engine.eplb import initial_placement
+from moe_ep.engine.eplb import initial_location
 from moe_ep.engine.world import World
 from tests.engine.moving import loading_worker, unlike_worker
 from tests.engine.test_parity import check_exact, config_for, reference, run
@@ -29,7 +29,7 @@ def some_placement() -> Placement:
 
 def placement_of(config: EngineConfig) -> Placement:
     world = World(rank=0, num_ranks=1, store=None, timeout_s=1)
-    return initial_placement(config, ModelConfig.from_path(config.model), world)
+    return initial_location(config, ModelConfig.from_path(config.model), world).placement
 
 
 def test_an_engine_starts_from_a_file_and_reads_its_experts_only(rank_pool, tmp_path):

@@ -56,7 +56,7 @@ def graph_worker(
     maker = EmulatedGraphMaker() if is_captured else AnewMaker()
     poisoned = patch.object(Engine, "create", create_poisoned)
     # As over several nodes: normal mode leaves the buffer dirty, and a replay does not clean it.
-    one_buffer = patch.object(deep_ep_v1, "has_one_buffer", lambda spec: True)
+    one_buffer = patch.object(deep_ep_v1, "v1_has_one_buffer", lambda spec: True)
     with emulated("deep_ep"), emulated_kernels(), emulated_graphs(maker), poisoned, one_buffer:
         result = engine_worker(info, config, requests)
     return Run(result, [graph.num_replays for graph in getattr(maker, "graphs", [])])

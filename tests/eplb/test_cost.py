@@ -59,28 +59,27 @@ def test_crossings_are_those_of_drawn_tokens():
     assert abs(traffic(loads[None], slots, cost).crossings[0] * 6 / drawn - 1) < 0.02
 
 
-def test_slopes_are_the_change_for_a_little_load():
+def test_rises_are_the_change_for_load_that_comes_or_goes():
     placement = random_placement(2, num_layers=1, num_ranks=4, num_experts=8, slots_per_rank=2)
     cost = CostModel(num_nodes=2, num_groups=4, topk_group=2, num_experts_per_tok=4)
     loads = np.random.default_rng(0).uniform(1, 2, (1, 8))
     slots = _slots(placement)
-    before = traffic(loads, slots, cost)
-    # Moving expert 0 to the other node, a little at a time: as if it had split into two experts.
-    here = int(np.nonzero((slots[0] == 0).any(1))[0][0]) // 2
-    little = 1e-5
-    moved = before.slopes[0, 1 - here, 0] - before.slopes[0, here, 0]
-    shifted = _crossings_if_shifted(loads, slots, cost, here, little)
-    assert np.isclose((shifted - before.crossings[0]) / little, moved, rtol=1e-3)
-
-
-def _crossings_if_shifted(loads, slots, cost, here: int, little: float) -> float:
-    """Crossings when ``little`` of group 0's load is on the other node; from the definition."""
-    shares = np.zeros((2, 4))
+    shares = np.zeros((2, 4))  # of each node and group
     for rank, held in enumerate(slots[0]):
         for expert in held:
             shares[rank // 2, expert // 2] += loads[0, expert]
-    shares[here, 0] -= little
-    shares[1 - here, 0] += little
+    before = traffic(loads, slots, cost)
+    assert np.isclose(before.crossings[0], _crossings(loads, shares))
+    here = int(np.nonzero((slots[0] == 0).any(1))[0][0]) // 2
+    for node, load in ((here, -0.7), (1 - here, 0.7)):
+        moved = shares.copy()
+        moved[node, 0] += load
+        rises = before.rises(*np.array([[0], [node], [0]]), load)[0]
+        assert np.isclose(rises, _crossings(loads, moved) - before.crossings[0])
+
+
+def _crossings(loads: np.ndarray, shares: np.ndarray) -> float:
+    """From the definition, for the load of each group on each of two nodes, ``[2, 4]``."""
     groups = loads.reshape(4, 2).sum(1)
     chance = np.minimum(2 * groups / loads.sum(), 1)
     misses = 1 - chance * (1 - (1 - shares / groups) ** 2)

@@ -34,14 +34,18 @@ def _maxima(placement: Placement, loads: torch.Tensor) -> np.ndarray:
     return max_rank_load(loads.numpy(), _slots(placement))
 
 
-@pytest.mark.parametrize(("num_experts", "num_ranks", "num_slots"), [(64, 16, 80), (64, 8, 72)])
+@pytest.mark.parametrize(
+    ("num_experts", "num_ranks", "num_slots"),
+    # Three slots a rank cannot be balanced without the replica counts that the new loads need.
+    [(64, 16, 80), (64, 8, 72), (64, 24, 72)],
+)
 def test_nearly_as_good_as_anew_with_few_moves(num_experts, num_ranks, num_slots):
     loads, drifted = _drifting(12, num_experts)
     before = rebalance(loads, num_slots=num_slots, num_ranks=num_ranks)
     anew = rebalance(drifted, num_slots=num_slots, num_ranks=num_ranks)
     better = improve(before, drifted)
     assert _maxima(before, drifted).mean() > 1.15 * _maxima(anew, drifted).mean()
-    assert _maxima(better, drifted).mean() < 1.01 * _maxima(anew, drifted).mean()
+    assert _maxima(better, drifted).mean() < 1.005 * _maxima(anew, drifted).mean()
     moves = [count_moves(before, after).between_ranks.sum() for after in (better, anew)]
     assert moves[0] < 0.5 * moves[1]
 
@@ -147,6 +151,25 @@ def test_every_change_is_as_good_as_it_says(seed: int, num_ranks: int, slots_per
         assert moves == (2 if is_swap else 1)
         if not is_swap:
             assert (after.replica_counts != placement.replica_counts).sum() == 2
+
+
+@pytest.mark.parametrize("groups", [(2, 1), (4, 2)])
+def test_crossings_rise_nearly_as_each_change_says(groups: tuple[int, int]):
+    loads, _ = _drifting(1, 64)
+    cost = CostModel(4, *groups, num_experts_per_tok=8, price_per_crossing=1)
+    placement, array = rebalance(loads, num_slots=72, num_ranks=8, cost=cost), loads.numpy()
+    view = View(array, _slots(placement).copy(), cost)
+    before = traffic(array, _slots(placement), cost).crossings[0]
+    num_swaps = view.swaps().heaviest.size
+    for first, kind in ((0, view.swaps()), (num_swaps, view.copies())):
+        said, found = [], []
+        for place in np.nonzero(kind.heaviest.ravel() < HUGE / 2)[0][::3]:
+            slots = _slots(placement).copy()
+            View(array, slots, cost).change(np.array([first + place]), np.array([True]))
+            said.append(np.ravel(kind.crossings)[place])
+            found.append(traffic(array, slots, cost).crossings[0] - before)
+        assert len(said) > 20
+        assert np.corrcoef(said, found)[0, 1] > 0.9
 
 
 def test_recounting_takes_the_new_counts_and_moves_no_more():

@@ -121,6 +121,7 @@ def manager_worker(
         group=dist.new_group(backend="gloo"),
         slots=engine,
         rebalance=algorithm,
+        make_table=lambda placement, rank, loads: placement.slot_table(rank),
         settings=settings,
     )
     tables, statuses = [], []

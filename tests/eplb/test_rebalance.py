@@ -190,6 +190,15 @@ def test_more_replicas_of_the_hottest_are_not_always_better():
     assert float(_max_loads(rebalance_experts(weight, 480, 1, 1, 96)[0], weight, 96)) < 1.01 * bound
 
 
+def test_groups_are_spread_over_nodes_better_than_greedily():
+    """The heaviest first puts 29, 18, 15 on one node and 22, 19, 16 on the other … or worse."""
+    weight = torch.tensor([[15, 18, 29, 22, 19, 16]]).repeat_interleave(2, 1)
+    greedy = rank_loads(_slot_loads(greedy_experts(weight, 12, 6, 2, 4), weight), 2)
+    ours = rank_loads(_slot_loads(rebalance_experts(weight, 12, 6, 2, 4)[0], weight), 2)
+    assert greedy.amax().item() == 124
+    assert ours.amax().item() == 120
+
+
 @pytest.mark.parametrize("policy", [(1, 1), (2, 2)])
 def test_no_load_one_hot_expert_and_ties(policy):
     weight = torch.zeros(4, 8)

@@ -142,7 +142,7 @@ def routing() -> None:
     topk_idx, _ = route(torch.zeros(TOKENS, 256), gate)
     map_to_slots(
         topk_idx,
-        torch.zeros(256, dtype=torch.int64),
+        torch.zeros(256, 64, dtype=torch.int64),
         is_padding=torch.zeros(TOKENS, dtype=torch.bool),
         expert_tokens=torch.zeros(256, dtype=torch.int64),
     )

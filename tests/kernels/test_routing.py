@@ -93,13 +93,14 @@ def test_no_tokens():
     assert idx.shape == weights.shape == (0, 4)
 
 
+@pytest.mark.parametrize("num_ways", [1, 2, 64])
 @pytest.mark.parametrize("num_real", [0, 3, 300])
-def test_slots_of_real_tokens_and_their_loads(num_real):
+def test_slots_of_real_tokens_and_their_loads(num_real: int, num_ways: int):
     topk_idx = torch.randint(0, 10, (300, 3), generator=torch.Generator().manual_seed(0))
     topk_idx[topk_idx == 9] = -1
     real = topk_idx[:num_real].flatten()
     topk_idx[num_real:] = 2**40  # padding is not looked at
-    table = torch.tensor([4, 17, 3, 11, 0, 8, 9, 2, 1])
+    table = torch.randperm(9 * num_ways, generator=torch.Generator().manual_seed(1)).view(9, -1)
     loads = torch.arange(9)
     got_loads = loads.clone().to(DEVICE)
     slots = map_to_slots(
@@ -109,13 +110,14 @@ def test_slots_of_real_tokens_and_their_loads(num_real):
         expert_tokens=got_loads,
     ).cpu()
     want = torch.full((300, 3), -1)
-    want[:num_real] = torch.where(real < 0, -1, table[real]).view(-1, 3)
+    way = torch.arange(num_real).repeat_interleave(3) % num_ways
+    want[:num_real] = torch.where(real < 0, -1, table[real, way]).view(-1, 3)
     assert torch.equal(slots, want)
     assert torch.equal(got_loads.cpu(), loads + real[real >= 0].bincount(minlength=9))
 
 
 def test_slots_without_loads_and_without_tokens():
-    table = torch.tensor([1, 0], device=DEVICE)
+    table = torch.tensor([[1], [0]], device=DEVICE)
     idx = torch.tensor([[0, 1], [0, 0], [1, -1]], device=DEVICE)
     is_padding = torch.tensor([False, True, False], device=DEVICE)
     slots = map_to_slots(idx, table, is_padding=is_padding, expert_tokens=None)

@@ -21,7 +21,7 @@ from launch.demo.evaluate import SHIPPED_MODEL
 from tests.emulators.install import emulated
 
 HEAVY = ("torch", "ray", "transformers", "fastapi", "pydantic", "uvicorn", "numpy", "rich")
-COMMANDS = ("demo", "generate", "serve", "run-batch", "check", "bench")
+COMMANDS = ("demo", "generate", "serve", "run-batch", "check", "eplb", "bench")
 MODEL = ("--model", str(SHIPPED_MODEL))
 
 

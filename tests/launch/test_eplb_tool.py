@@ -11,7 +11,7 @@ from launch.cli import main
 from launch.plan.plan import make_plan
 from launch.plan.question import Question
 from moe_ep.config import EngineConfig, ModelConfig, find_problems
-from moe_ep.engine.eplb import initial_placement
+from moe_ep.engine.eplb import initial_location
 from moe_ep.engine.world import World
 from tests.tiny import tiny_checkpoint
 
@@ -44,10 +44,10 @@ def test_replay_tells_that_it_would_help(dump: Path, tmp_path: Path, capsys):
     assert (tmp_path / "replay.png").read_bytes()[1:4] == b"PNG"
     report = json.loads((tmp_path / "replay.json").read_text())
     none, greedy, ours, _, oracle = report["policies"]
-    # By hand: 48 of 192 tokens are a rank's mean, and 36 of 48 in a layer are on rank 0.
+    # By hand: of 48 tokens of a layer 36 are on rank 0.
     assert none["balancedness"] == pytest.approx(12 / 36)
     assert none["rank_tokens"][0][0] == [180, 20, 20, 20]
-    assert oracle["balancedness"] >= ours["balancedness"] >= greedy["balancedness"] > 0.8
+    assert oracle["balancedness"] >= ours["balancedness"] > max(0.8, greedy["balancedness"])
     assert ours["saved"] == pytest.approx(1 - ours["tokens_of_slowest"] / (36 * 5 * 3 * 2))
     expert = (2 * 48 * 64 + 64 * 48) * 4
     assert report["bytes_per_expert"] == expert
@@ -94,7 +94,7 @@ def test_the_engine_starts_from_what_place_writes(dump: Path, tmp_path: Path, su
     model = ModelConfig.from_path(config.model)
     assert find_problems(config, model) == []
     world = World(rank=0, num_ranks=1, store=None, timeout_s=1)
-    placement = initial_placement(config, model, world)
+    placement = initial_location(config, model, world).placement
     hot_by_rank = (placement.physical_to_logical.unflatten(1, (4, 5)) < 4).sum(2)
     assert hot_by_rank.tolist() == [[2, 2, 2, 2]] * NUM_LAYERS
 

@@ -1,0 +1,56 @@
+"""The live benchmark of EPLB: its sums by hand, and a short run of its ranks."""
+
+import argparse
+
+import pytest
+import torch
+
+from bench import eplb_live
+from bench.eplb_live import BALANCED, OFF, ON, RankRun, Run, config_of, make_requests, run_rank
+from moe_ep.engine.world import World
+from tests.ranks import RankInfo
+
+NUM_TOPK, NUM_MOE_LAYERS = 4, 4  # of the demo model
+ARGS = argparse.Namespace(
+    dtype="float32", ep_size=2, batch=4, output_len=6, ep_num_redundant_experts=2, window=2
+)
+
+
+def test_balance_and_savings_by_hand():
+    tokens = torch.tensor([[[3], [1]], [[1], [3]], [[6], [4]], [[9], [9]]])  # [N, R, L]
+    ranks = [RankRun([1.0, 2.0, 4.0, 1.0], tokens[:, 0], 3, {"a": [1]}, None),
+             RankRun([2.0, 1.0, 3.0, 1.0], tokens[:, 1], 2, {"b": [2]}, None)]  # fmt: skip
+    run = Run.of(OFF, ranks)
+    assert run.step_s == [2.0, 2.0, 4.0, 1.0]
+    assert run.turn == 2
+    assert run.texts == {"a": [1], "b": [2]}
+    assert run.balance(1).flatten().tolist() == pytest.approx([2 / 3, 2 / 3, 5 / 6, 1])
+    assert run.balance(2).flatten().tolist() == pytest.approx([1, 14 / 15])
+    assert run.balance(3).shape == (1, 1)
+    assert run.work() == 3 + 3 + 6 + 9
+    assert run.work(decodes_only=True) == 3 + 3
+    found = eplb_live.summary([run], run, 1)
+    assert found["saved"] == [0]
+    assert found["same_text"]
+
+
+def worker(info: RankInfo, arm: str) -> RankRun:
+    world = World(
+        rank=info.rank, num_ranks=2, store=info.store, timeout_s=30.0, group=info.group
+    )  # fmt: skip
+    return run_rank(config_of(arm, ARGS), world, make_requests(2, 3, ARGS.output_len)[info.rank])
+
+
+def test_every_arm_runs_the_same_steps_and_gives_the_same_text(rank_pool):
+    runs = [Run.of(arm, rank_pool.run(worker, 2, arm)) for arm in (OFF, ON, BALANCED)]
+    requests = [request for rank in make_requests(2, 3, ARGS.output_len) for request in rank]
+    computed = sum(len(r.prompt_token_ids) + ARGS.output_len - 1 for r in requests)
+    for run in runs:
+        assert len(run.step_s) == len(run.rank_tokens) == len(runs[0].step_s)
+        *by_layer, last = run.rank_tokens.sum((0, 2)).tolist()
+        assert by_layer == [computed * NUM_TOPK] * (NUM_MOE_LAYERS - 1)
+        assert 0 < last <= computed * NUM_TOPK, "it may leave out what nobody asks for"
+        assert run.texts == runs[0].texts
+        assert len(run.statuses) == (0 if run.arm == OFF else 2)
+    assert {len(ids) for ids in runs[0].texts.values()} == {ARGS.output_len}
+    assert 0 < runs[0].turn < len(runs[0].step_s)
