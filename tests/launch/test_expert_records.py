@@ -77,9 +77,11 @@ def test_a_dump_has_every_token_of_every_step(service: ServiceThread):
     layers = ModelLayers(model.num_moe_layers, model.first_k_dense_replace, model.num_experts)
     loads = read_loads(path, layers)
     assert loads.shape == (dump["num_steps"], model.num_moe_layers, model.num_experts)
-    # All tokens but the last of each text go through the layers, each to its choices.
+    # All tokens but the last of each text go through the layers, each to its choices; those of a
+    # prompt through the last layer only when they are sampled from.
     num_tokens = sum(len(prompt.encode()) + NUM_NEW - 1 for prompt in PROMPTS)
     expected = torch.full((model.num_moe_layers,), num_tokens * model.num_experts_per_tok)
+    expected[-1] = len(PROMPTS) * NUM_NEW * model.num_experts_per_tok
     assert torch.equal(loads.sum((0, 2)), expected.double())
 
 
