@@ -135,15 +135,13 @@ class AttentionBackend(ABC):
         self,
         *,
         q: torch.Tensor,
-        latent: torch.Tensor,
         cache: torch.Tensor,
-        w_uk: torch.Tensor,
-        w_uv: torch.Tensor,
+        w_kv_b: torch.Tensor,
         plan: Any,
     ) -> torch.Tensor:
-        """Expand path. q ``[P, N, nope + rope]``, latent of the new tokens ``[P, latent_dim]``.
+        """Expand path. q ``[P, N, nope + rope]``, one layer's cache as of ``decode``.
 
-        w_uk ``[N, nope, kv_lora_rank]`` and w_uv ``[N, v, kv_lora_rank]``, of any strides, rebuild
-        keys and values from latents. Cached context is read from ``cache`` in bounded chunks merged
-        by log-sum-exp. Returns ``[P, N, v_head_dim]``.
+        w_kv_b ``[N, nope + v, kv_lora_rank]``, contiguous, rebuilds keys and values from latents:
+        those of the context and of the new tokens, which are in the cache already. They are read in
+        bounded pieces merged by log-sum-exp. Returns ``[P, N, v_head_dim]``.
         """

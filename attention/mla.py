@@ -40,7 +40,7 @@ class MLA:
     latents ``[T, C + rope]``; together because both start with a product of x. latents: the latter
     alone.
     kv_a_norm: the norm of a latent's first C values. o_proj: ``[T, N * V]`` -> ``[T, H]``.
-    w_kv_b: ``[N, P + V, C]``, of every head W_UK above W_UV; copied into two parts, not kept.
+    w_kv_b: ``[N, P + V, C]``, of every head W_UK above W_UV; kept.
     """
 
     def __init__(
@@ -64,12 +64,14 @@ class MLA:
         self.qkv, self.latents = qkv, latents
         self.kv_a_norm, self.o_proj = kv_a_norm, o_proj
         self.rope = rope
-        w_uk, w_uv = w_kv_b.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
-        # Small batches multiply fastest on CPUs, at the speed of reading the weight, when it is
-        # contiguous over heads and the transpose of a row-major matrix in the absorb path. One copy
-        # serves both paths: the expand path uses it the other way around.
-        self._w_uk = w_uk.mT.contiguous().mT  # [N, P, C], stored as [N, C, P]
-        self._w_uv = w_uv.contiguous()  # [N, V, C]
+        self._w_kv_b = w_kv_b.contiguous()
+        w_uk, w_uv = self._w_kv_b.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
+        if w_kv_b.is_cpu:
+            # Small batches multiply fastest on CPUs, at the speed of reading the weight, when it is
+            # contiguous over heads and the transpose of a row-major matrix: the absorb path has a
+            # copy of its own, where W_UK is stored as [N, C, P].
+            w_uk, w_uv = w_uk.mT.contiguous().mT, w_uv.contiguous()
+        self._w_uk, self._w_uv = w_uk, w_uv  # [N, P, C], [N, V, C]
 
     def forward(
         self,
@@ -98,9 +100,9 @@ class MLA:
         enter(Part.PROJECTIONS)
         q, raw = self.qkv(x)
         q_rope = q[..., self.spec.qk_nope_head_dim :]
-        latent = self._enter(q_rope, raw, cos, sin, slot_mapping, cache, layer_idx)
+        self._enter(q_rope, raw, cos, sin, slot_mapping, cache, layer_idx)
         enter(Part.CORE)
-        heads = self._attend(q, latent, cache.layer(layer_idx), plan)
+        heads = self._attend(q, cache.layer(layer_idx), plan)
         enter(Part.OUTPUT)
         out = self.o_proj(heads.flatten(1))
         return F.pad(out, (0, 0, 0, num_padding)) if num_padding else out
@@ -132,8 +134,8 @@ class MLA:
         slot_mapping: torch.Tensor,
         cache: LatentCache,
         layer_idx: int,
-    ) -> torch.Tensor:
-        return enter_tokens(
+    ) -> None:
+        enter_tokens(
             q_rope,
             raw,
             norm=self.kv_a_norm,
@@ -145,13 +147,7 @@ class MLA:
             layer_idx=layer_idx,
         )
 
-    def _attend(
-        self,
-        q: torch.Tensor,
-        latent: torch.Tensor,
-        cache: torch.Tensor,
-        plan: AttentionPlan,
-    ) -> torch.Tensor:
+    def _attend(self, q: torch.Tensor, cache: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """q ``[n, N, P + rope]``, rotated -> ``[n, N, V]``."""
         split = plan.num_decode_tokens
         parts = []
@@ -165,13 +161,6 @@ class MLA:
             parts.append(torch.bmm(summed.transpose(0, 1), self._w_uv.mT).transpose(0, 1))
         if split < plan.num_tokens:
             parts.append(
-                self.backend.prefill(
-                    q=q[split:],
-                    latent=latent[split:],
-                    cache=cache,
-                    w_uk=self._w_uk,
-                    w_uv=self._w_uv,
-                    plan=plan,
-                )
+                self.backend.prefill(q=q[split:], cache=cache, w_kv_b=self._w_kv_b, plan=plan)
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)

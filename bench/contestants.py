@@ -16,7 +16,6 @@ from moe_ep.engine.world import World
 
 MAX_TOKENS = 512  # more than any run decodes
 CALL_TIMEOUT_S = 300.0
-TOKENS_PER_STEP = 1024  # what a prefill step computes in between then stays in a CPU's cache
 
 
 class Contestant(Protocol):
@@ -65,11 +64,10 @@ class Ours:
     """One rank's engine, with its scheduler and sampler, stepped from here."""
 
     def __init__(self, directory: Path, num_threads: int) -> None:
-        config = EngineConfig(
-            model=str(directory), num_kv_blocks=512, max_num_batched_tokens=TOKENS_PER_STEP
-        )
+        config = EngineConfig(model=str(directory), num_kv_blocks=512)
         world = World(rank=0, num_ranks=1, store=None, timeout_s=60.0)
         self.engine = Engine.create(config, world, num_threads)
+        self._tokens_per_step = config.max_num_batched_tokens
         self._running: list[str] = []
 
     def _submit(self, prompts: torch.Tensor, max_tokens: int, **params: Any) -> list[str]:
@@ -87,7 +85,7 @@ class Ours:
         self._running = []
 
     def _prefill(self, prompts: torch.Tensor) -> float:
-        return sum(self.decode() for _ in range(0, prompts.numel(), TOKENS_PER_STEP))
+        return sum(self.decode() for _ in range(0, prompts.numel(), self._tokens_per_step))
 
     def prefill(self, prompts: torch.Tensor) -> float:
         self._submit(prompts, 1)

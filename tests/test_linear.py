@@ -17,7 +17,7 @@ ROWS = (1, 2, 3, 8, 17, 33, 130)
 @pytest.fixture(params=["as the CPU can", "never packed"])
 def packing(request, monkeypatch):
     if request.param == "never packed":
-        monkeypatch.setattr(moe_ep.linear, "_can_pack", lambda device: False)
+        monkeypatch.setattr(moe_ep.linear, "_can_pack", lambda device, dtype: False)
 
 
 def make(size: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

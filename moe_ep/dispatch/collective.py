@@ -131,7 +131,7 @@ class CollectiveDispatcher(Dispatcher):
         plan, entries = handle.plan, handle.entries
         starts = sum_order(entries.rows, int(handle.row_counts.sum()))
         values = y.reshape(-1, spec.hidden)
-        partial = weighted_sums(values, handle.positions, starts, entries.weights, spec.out_dtype)
+        partial = weighted_sums(values, handle.positions, starts, entries.weights)
         row_words = spec.hidden * spec.out_dtype.itemsize // WORD_BYTES
         sizes = (handle.row_counts * row_words).tolist()
         back_sizes = (plan.row_counts * row_words).tolist()

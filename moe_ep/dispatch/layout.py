@@ -22,9 +22,6 @@ from moe_ep.dispatch.base import (
 )
 from moe_ep.fp8 import FP8, num_blocks, quantize_rows
 
-# Rows summed at a time on a CPU: the float32 copies of their terms then stay in cache.
-SUM_ROWS = 128
-
 
 class Entries(NamedTuple):
     """The choices that this rank's slots serve, in the order in which their outputs are added.
@@ -144,37 +141,39 @@ class LayoutBuffer:
 
 
 def weighted_sums(
-    values: torch.Tensor,
-    value_idx: np.ndarray,
-    starts: np.ndarray,
-    weights: np.ndarray,
-    dtype: torch.dtype,
+    values: torch.Tensor, value_idx: np.ndarray, starts: np.ndarray, weights: np.ndarray
 ) -> torch.Tensor:
     """Row b is the sum of weight times value over terms ``starts[b]`` to ``starts[b + 1]``.
 
     values: ``[N, H]``; term i is ``weights[i] * values[value_idx[i]]``, weights float32 ``[n]``.
     Terms are added in float32 one after another, so a row's bits depend on its terms alone; the sum
-    is rounded once, to ``dtype``. Rows without terms are zero.
+    is rounded once, to the dtype of the values. Rows without terms are zero.
     """
-    num_rows, device = len(starts) - 1, values.device
-    out = torch.empty(num_rows, values.shape[1], dtype=dtype, device=device)
-    step = SUM_ROWS if values.is_cpu else max(num_rows, 1)
-    for first in range(0, num_rows, step):
-        last = min(first + step, num_rows)
-        terms = slice(starts[first], starts[last])
-        chosen = values.index_select(0, _to_device(value_idx[terms], device))
-        out[first:last] = torch.embedding_bag(
-            chosen.float(),
-            torch.arange(len(chosen), device=device),
-            _to_device(starts[first:last] - terms.start, device),
-            mode=0,  # sum
-            per_sample_weights=_to_device(weights[terms], device),
-        )[0]
-    return out
+    device = values.device
+    parts = [_to_device(weights, device)]
+    if values.dtype is torch.bfloat16:
+        parts = _bfloat16_parts(parts[0])
+    return torch.embedding_bag(
+        values,
+        _to_device(value_idx.repeat(len(parts)), device),
+        _to_device(starts[:-1] * len(parts), device),
+        mode=0,  # sum
+        per_sample_weights=torch.stack(parts, dim=1).flatten(),
+    )[0]
+
+
+def _bfloat16_parts(weights: torch.Tensor) -> list[torch.Tensor]:
+    """Three BF16 tensors with the sum of ``weights``, float32: embedding_bag adds in float32 but
+    takes weights in the dtype of the values only, and wider values would be twice the memory."""
+    parts = []
+    for _ in range(3):
+        parts.append(weights.bfloat16())
+        weights = weights - parts[-1]
+    return parts
 
 
 def sums(values: torch.Tensor, value_idx: np.ndarray, starts: np.ndarray) -> torch.Tensor:
-    """As ``weighted_sums`` with all weights 1 and the result in the dtype of the values."""
+    """As ``weighted_sums`` with all weights 1."""
     # embedding_bag adds BF16 rows in float32 too.
     return torch.embedding_bag(
         values,
@@ -194,16 +193,26 @@ def _copy_rows(
     target: torch.Tensor, positions: np.ndarray, source: torch.Tensor, row_idx: np.ndarray
 ) -> None:
     if target.is_cpu:
-        # Whole rows as numpy elements: torch's index_copy_ takes ten times as long on a CPU.
-        _records(target)[positions] = _records(source)[row_idx]
+        source_idx = np.full(len(target), -1)
+        source_idx[positions] = row_idx
+        if len(source_idx) and source_idx.min() >= 0:  # all of the target, in order
+            idx = torch.from_numpy(source_idx)
+            torch.index_select(_bytes(source), 0, idx, out=_bytes(target))
+        else:
+            # Whole rows as numpy elements: torch's index_copy_ takes ten times as long on a CPU.
+            _records(target)[positions] = _records(source)[row_idx]
     else:
         chosen = source.index_select(0, _to_device(row_idx, source.device))
         target.index_copy_(0, _to_device(positions, target.device), chosen)
 
 
+def _bytes(rows: torch.Tensor) -> torch.Tensor:
+    return rows.view(torch.uint8)
+
+
 def _records(rows: torch.Tensor) -> np.ndarray:
     row_bytes = rows.shape[1] * rows.element_size()
-    return rows.view(torch.uint8).numpy().view(np.dtype((np.void, row_bytes)))[:, 0]
+    return _bytes(rows).numpy().view(np.dtype((np.void, row_bytes)))[:, 0]
 
 
 def _to_device(array: np.ndarray, device: torch.device) -> torch.Tensor:

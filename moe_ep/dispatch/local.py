@@ -81,9 +81,7 @@ class LocalDispatcher(Dispatcher):
         entries = handle.entries
         starts = sum_order(entries.rows, handle.num_tokens)
         values = y.reshape(-1, self.spec.hidden)
-        return Ready(
-            weighted_sums(values, handle.positions, starts, entries.weights, self.spec.out_dtype)
-        )
+        return Ready(weighted_sums(values, handle.positions, starts, entries.weights))
 
     def destroy(self) -> None:
         """Nothing is held."""

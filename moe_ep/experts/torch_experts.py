@@ -1,10 +1,10 @@
 """Experts in plain PyTorch, for CPUs: one product per slot and projection, the rest in one go.
 
 A slot's product reads the slot's weights once, whatever its number of rows, so a decode step costs
-one pass over the weights of the slots that have rows; everything between the products is done for
-many slots at a time, to pay PyTorch's cost per call once. FP8 weights are restored when loaded;
-the arithmetic of the GPU kernels is kept in the activations: restored 1x128 FP8 rows in, and the
-activation rounded through 1x128 FP8 before the down projection.
+one pass over the weights of the slots that have rows; what comes between the products is done for
+several small slots at a time, to pay PyTorch's cost per call once. FP8 weights are restored when
+loaded; the arithmetic of the GPU kernels is kept in the activations: restored 1x128 FP8 rows in,
+and the activation in float32, rounded through 1x128 FP8 before the down projection.
 
 Not chosen: ``torch._grouped_mm`` and ``torch.bmm`` read row-major weights, at half the bandwidth of
 the packed ones (``bench/grouped_gemm.py`` measures it); ``bmm`` also needs padding to equal rows.
@@ -23,8 +23,8 @@ from moe_ep.experts.base import Experts, ExpertSpec, ExpertWeights
 from moe_ep.fp8 import FP8, dequantize_blocks, dequantize_rows, quantize_rows
 from moe_ep.linear import Linear
 
-# Rows between the two products at a time: their float32 temporaries then stay in cache.
-GROUP_ROWS = 256
+# Rows of slots that go together between the products: more cost more to join than their calls do.
+GROUP_ROWS = 128
 
 
 class SlotRows(NamedTuple):
@@ -108,7 +108,7 @@ class TorchExperts(Experts):
             x = self._restored_rows(rows, dispatched.scales, row_idx)
             weights = dispatched.row_weights
             row_weights = None if weights is None else _pick(weights.flatten(), row_idx)
-            y = torch.cat(list(self._outputs(x, row_weights, slots)))
+            y = _joined(list(self._outputs(x, row_weights, slots)))
             out = y if row_idx is None else out.index_copy_(0, row_idx, y)
         return out.view(dispatched.rows.shape)
 
@@ -133,9 +133,9 @@ class TorchExperts(Experts):
             last = first + sum(sizes)
             experts = [self._expert(slot) for slot in group]
             inputs = x[first:last].split(sizes)
-            gate_up = torch.cat([e.gate_up(rows) for e, rows in zip(experts, inputs, strict=True)])
+            gate_up = [e.gate_up(rows) for e, rows in zip(experts, inputs, strict=True)]
             weights = None if row_weights is None else row_weights[first:last]
-            hidden = self._activation(gate_up, weights).split(sizes)
+            hidden = self._activation(_joined(gate_up), weights).split(sizes)
             yield from (e.down(rows) for e, rows in zip(experts, hidden, strict=True))
             first = last
 
@@ -146,11 +146,14 @@ class TorchExperts(Experts):
         return expert
 
     def _activation(self, gate_up: torch.Tensor, row_weights: torch.Tensor | None) -> torch.Tensor:
-        """SwiGLU in float32, rounded once. ``[rows, 2I]`` -> ``[rows, I]`` in the compute dtype.
+        """SwiGLU: ``[rows, 2I]`` -> ``[rows, I]`` in the compute dtype.
 
         Row weights are applied here, not to the output: the down projection is linear, and its
         output would be rounded a second time.
         """
+        if row_weights is None and not self._requantizes:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return F.silu(gate).mul_(up)
         gate, up = gate_up.float().chunk(2, dim=-1)
         hidden = F.silu(gate).mul_(up)
         if row_weights is not None:
@@ -203,6 +206,10 @@ def _row_idx(slots: list[SlotRows], device: torch.device) -> torch.Tensor:
 
 def _pick(rows: torch.Tensor, row_idx: torch.Tensor | None) -> torch.Tensor:
     return rows if row_idx is None else rows.index_select(0, row_idx)
+
+
+def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _groups(slots: list[SlotRows]) -> Iterator[list[SlotRows]]:

@@ -1,6 +1,7 @@
 """Root-mean-square norm."""
 
 import torch
+import torch.nn.functional as F
 
 
 class RMSNorm:
@@ -18,7 +19,4 @@ class RMSNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x ``[..., dim]`` -> a new tensor of the same shape and dtype."""
-        # One pass that widens as it reads: a float32 copy of a prefill would fall out of the cache.
-        length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        inverse = torch.rsqrt(length.square_().div_(x.shape[-1]).add_(self.eps))
-        return (x * inverse).to(x.dtype).mul_(self.weight)
+        return F.rms_norm(x, x.shape[-1:], eps=self.eps).mul_(self.weight)

@@ -59,12 +59,13 @@ class RotaryEmbedding:
         """
         if x.dim() == 3:
             cos, sin = cos[:, None], sin[:, None]
+        # A pair is a complex number: one pass for what is six in real ones.
         if self.interleave:
-            first, second = x[..., 0::2], x[..., 1::2]
+            pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
         else:
-            first, second = x.chunk(2, dim=-1)
-        rotated = (first * cos - second * sin, second * cos + first * sin)
-        return torch.cat(rotated, dim=-1).to(x.dtype)
+            pairs = torch.complex(*x.float().chunk(2, dim=-1))
+        turned = torch.view_as_real(pairs * torch.complex(cos, sin))  # [..., dim / 2, 2]
+        return turned.mT.flatten(-2).to(x.dtype)
 
 
 def _inverse_frequencies(dim: int, theta: float, yarn: YarnConfig | None) -> torch.Tensor:

@@ -64,11 +64,6 @@ class Case:
     w_kv_b: torch.Tensor
     cache: torch.Tensor
 
-    @property
-    def new_latents(self) -> torch.Tensor:
-        lens = zip(self.latents, self.batch.context_lens, strict=True)
-        return torch.cat([latent[context:] for latent, context in lens])
-
 
 def make_case(
     spec: AttentionSpec, lens: list[tuple[int, int]], num_decodes: int, *, seed: int = 0
@@ -155,17 +150,14 @@ def run_prefill(
     backend: AttentionBackend, case: Case, plan: AttentionPlan, rows: slice
 ) -> torch.Tensor:
     """The expand path of some rows of the case."""
-    device, spec = backend.device, case.spec
-    w_uk, w_uv = case.w_kv_b.to(device).split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
+    device = backend.device
     out = backend.prefill(
         q=case.q[rows].to(device),
-        latent=case.new_latents[rows].to(device),
         cache=case.cache.to(device),
-        w_uk=w_uk,
-        w_uv=w_uv,
+        w_kv_b=case.w_kv_b.to(device),
         plan=plan,
     )
-    assert out.dtype == spec.dtype
+    assert out.dtype == case.spec.dtype
     return out.cpu()
 
 

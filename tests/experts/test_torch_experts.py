@@ -80,7 +80,7 @@ def test_layouts_without_any_gap_are_taken_as_they_lie():
     check(experts, weights, inputs, tight)
 
 
-@pytest.mark.parametrize("counts", [[0, 300, 0], [300, 1, 2], [130, 130, 130]])
+@pytest.mark.parametrize("counts", [[0, 300, 0], [300, 1, 2], [130, 130, 130], [50, 60, 30]])
 def test_more_rows_than_one_group(counts):
     spec = make_spec(BF16, True, num_slots=3)
     experts, weights = loaded(spec)

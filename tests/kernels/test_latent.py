@@ -62,7 +62,7 @@ def test_equals_norm_then_rotation_then_write(dtype, is_interleaved):
 @pytest.mark.parametrize("is_interleaved", [True, False])
 def test_queries_are_rotated_in_place(monkeypatch, dtype, is_interleaved):
     """Several programs of heads, the last one not full; nothing around the queries is touched, nor
-    those of padding. To the bit here; a GPU may fuse a product with the sum."""
+    those of padding. Either side may fuse a product with the sum."""
     from attention import triton_latent
 
     monkeypatch.setattr(triton_latent, "BLOCK_HEADS", 4)
@@ -89,8 +89,6 @@ def test_queries_are_rotated_in_place(monkeypatch, dtype, is_interleaved):
     want[real, :, 20:] = rope.apply(q[real][..., 20:], cos[real], sin[real])
     assert_bits_equal(got.cpu()[..., :20], q[..., :20])
     assert_bits_equal(got.cpu()[~real], q[~real])
-    if DEVICE.type == "cpu":
-        assert_bits_equal(got, want)
     assert_rows_close(got.cpu(), want, rtol=1e-6 if dtype is torch.float32 else 2**-8)
 
 
