@@ -49,8 +49,8 @@ class Gate:
         if topk_method == "greedy":
             n_group = topk_group = 1
         _check_sizes(weight.shape[0], num_topk, n_group, topk_group)
-        self.weight = weight.float()
-        self._project = Linear(self.weight, torch.float32)
+        self.num_experts = len(weight)
+        self._project = Linear(weight, torch.float32)
         self.bias = None if bias is None else bias.float()
         self.num_topk = num_topk
         self.n_group = n_group
@@ -60,10 +60,6 @@ class Gate:
         self.routed_scaling_factor = routed_scaling_factor
         group_size = weight.shape[0] // n_group
         self.num_best_of_group = min(2, group_size) if topk_method == "noaux_tc" else 1
-
-    @property
-    def num_experts(self) -> int:
-        return self.weight.shape[0]
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Route ``x [T, H]`` to topk_idx int64 ``[T, K]`` with topk_weights float32 ``[T, K]``.

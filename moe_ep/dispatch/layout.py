@@ -22,6 +22,9 @@ from moe_ep.dispatch.base import (
 )
 from moe_ep.fp8 import FP8, num_blocks, quantize_rows
 
+# Rows summed at a time on a CPU: the float32 copies of their terms then stay in cache.
+SUM_ROWS = 128
+
 
 class Entries(NamedTuple):
     """The choices that this rank's slots serve, in the order in which their outputs are added.
@@ -149,27 +152,22 @@ def weighted_sums(
     Terms are added in float32 one after another, so a row's bits depend on its terms alone; the sum
     is rounded once, to the dtype of the values. Rows without terms are zero.
     """
-    device = values.device
-    parts = [_to_device(weights, device)]
-    if values.dtype is torch.bfloat16:
-        parts = _bfloat16_parts(parts[0])
-    return torch.embedding_bag(
-        values,
-        _to_device(value_idx.repeat(len(parts)), device),
-        _to_device(starts[:-1] * len(parts), device),
-        mode=0,  # sum
-        per_sample_weights=torch.stack(parts, dim=1).flatten(),
-    )[0]
-
-
-def _bfloat16_parts(weights: torch.Tensor) -> list[torch.Tensor]:
-    """Three BF16 tensors with the sum of ``weights``, float32: embedding_bag adds in float32 but
-    takes weights in the dtype of the values only, and wider values would be twice the memory."""
-    parts = []
-    for _ in range(3):
-        parts.append(weights.bfloat16())
-        weights = weights - parts[-1]
-    return parts
+    num_rows, device = len(starts) - 1, values.device
+    out = torch.empty(num_rows, values.shape[1], dtype=values.dtype, device=device)
+    step = SUM_ROWS if values.is_cpu else max(num_rows, 1)
+    for first in range(0, num_rows, step):
+        last = min(first + step, num_rows)
+        terms = slice(starts[first], starts[last])
+        chosen = values.index_select(0, _to_device(value_idx[terms], device))
+        # embedding_bag takes weights in the dtype of the values only, and BF16 ones would not do.
+        out[first:last] = torch.embedding_bag(
+            chosen.float(),
+            torch.arange(len(chosen), device=device),
+            _to_device(starts[first:last] - terms.start, device),
+            mode=0,  # sum
+            per_sample_weights=_to_device(weights[terms], device),
+        )[0]
+    return out
 
 
 def sums(values: torch.Tensor, value_idx: np.ndarray, starts: np.ndarray) -> torch.Tensor:

@@ -23,7 +23,8 @@ class WeightStorage:
     dtype: compute type, ``bfloat16`` or ``float32``. keeps_fp8: dense projections stay as an FP8
     checkpoint has them. expert_dtype: ``fp8`` or the compute type. expert_row_multiple: rows of
     gate, and of up, are padded to it. packs_scales: scales are four exponents in an int32, one per
-    row and 512 columns (SM100), instead of one float32 per block.
+    row and 512 columns (SM100), instead of one float32 per block. copies_absorbed: W_UK and W_UV
+    are kept once more for the absorb path, in the order that CPUs read fastest.
     """
 
     dtype: str
@@ -31,10 +32,16 @@ class WeightStorage:
     expert_dtype: str = "bfloat16"
     expert_row_multiple: int = 1
     packs_scales: bool = False
+    copies_absorbed: bool = False
 
     @classmethod
     def of(
-        cls, config: EngineConfig, model: ModelConfig, *, is_sm100: bool = False
+        cls,
+        config: EngineConfig,
+        model: ModelConfig,
+        *,
+        is_sm100: bool = False,
+        is_cpu: bool = False,
     ) -> "WeightStorage":
         """config: resolved, with the experts' backend named."""
         runner, is_fp8 = config.moe_runner_backend, model.quantization == "fp8"
@@ -45,6 +52,7 @@ class WeightStorage:
             expert_dtype="fp8" if is_fp8 and runner != "torch" else config.dtype,
             expert_row_multiple=FP8_BLOCK if runner == "triton" else 1,
             packs_scales=is_sm100 and is_library,
+            copies_absorbed=is_cpu,
         )
 
     def matrix(self, rows: int, cols: int, dtype: str | None = None) -> int:
@@ -125,7 +133,8 @@ def attention_bytes(model: ModelConfig, storage: WeightStorage) -> int:
         # One product has one bias: where only the latent has one, the query's part is zeros.
         biases += q_out if model.q_lora_rank is None else 0
         total += biases * VALUE_BYTES[storage.dtype]
-    return total + storage.matrix(folded, model.kv_lora_rank)
+    copies = 2 if storage.copies_absorbed else 1
+    return total + copies * storage.matrix(folded, model.kv_lora_rank)
 
 
 def expert_bytes(model: ModelConfig, storage: WeightStorage) -> int:

@@ -47,7 +47,9 @@ class Room:
         """num_slots: of this rank, in every MoE layer. Loading may need more for a moment."""
         device = self.world.device
         is_sm100 = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
-        storage = WeightStorage.of(self.config, self.model, is_sm100=is_sm100)
+        storage = WeightStorage.of(
+            self.config, self.model, is_sm100=is_sm100, is_cpu=device.type == "cpu"
+        )
         needed = weight_bytes(self.model, storage, num_slots=num_slots)
         free = self.free_bytes()
         if needed.total > free:

@@ -1,6 +1,7 @@
 """Both paths of the torch backend against a naive float64 attention, over a poisoned cache."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -104,12 +105,39 @@ def test_chunked_prefill_equals_one_piece(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(prefill_module, "QUERY_ROWS", 32)
     backend = create_attention("torch", whole.spec)
     for start, end in [(0, 100), (100, 101), (101, 229), (229, 300)]:
-        batch = replace(
-            whole.batch, query_lens=[end - start], context_lens=[start], num_padded_tokens=0
-        )
-        unseen = [latent[:end] for latent in whole.latents]
-        part = replace(whole, batch=batch, q=whole.q[start:end], latents=unseen)
+        part = chunk_of(whole, start, end)
         assert_rows_close(prefill(backend, part), want[start:end])
+
+
+def chunk_of(case: Case, start: int, end: int) -> Case:
+    """Of a case of one request, these new tokens."""
+    batch = replace(case.batch, query_lens=[end - start], context_lens=[start], num_padded_tokens=0)
+    unseen = [latent[:end] for latent in case.latents]
+    return replace(case, batch=batch, q=case.q[start:end], latents=unseen)
+
+
+@pytest.mark.skipif(
+    torch.cpu._is_amx_tile_supported(), reason="known to hold with AVX-512; not known with AMX"
+)
+def test_chunks_cut_between_tiles_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit in BF16, where each row of a product is one chain of sums; with one piece of keys
+    and with several, and with cuts inside a piece."""
+    monkeypatch.setattr(prefill_module, "KEY_ROWS", 64)
+    monkeypatch.setattr(prefill_module, "QUERY_ROWS", 32)
+    whole = make_case(make_spec(torch.bfloat16), [(0, 210)], 0)
+    backend = create_attention("torch", whole.spec)
+    want = prefill(backend, whole)
+    for cut in ([0, 32, 210], [0, 64, 160, 210], [0, 192, 210]):
+        parts = [chunk_of(whole, start, end) for start, end in pairwise(cut)]
+        assert_bits_equal(torch.cat([prefill(backend, part) for part in parts]), want)
+
+
+def test_short_prompts_are_rebuilt_together() -> None:
+    case = make_case(make_spec(), [(0, 5)] * 10 + [(1000, 40), (0, 3)], 0)
+    groups = list(prefill_module.plan_prefills(case.batch, torch.device("cpu")))
+    sizes = [[piece.num_keys for piece in group.pieces] for group in groups]
+    assert sizes == [[5] * 10, [1024], [16, 3]]
+    assert [len(group.cache_rows) for group in groups] == [50, 1024, 19]
 
 
 @pytest.mark.parametrize(("item_rows", "group_rows"), [(64, 64), (128, 512), (1024, 8192)])

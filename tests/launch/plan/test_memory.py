@@ -103,7 +103,8 @@ def test_a_loaded_engine_allocates_what_the_plan_counts(case: str):
     parts = assemble(config, World(rank=0, num_ranks=1, store=None, timeout_s=30))
     model = ModelConfig.from_path(model_path)
     slots = slots_per_rank(model, ep_size=1, num_redundant=0)
-    planned = weight_bytes(model, WeightStorage("float32", expert_dtype="float32"), num_slots=slots)
+    storage = WeightStorage("float32", expert_dtype="float32", copies_absorbed=True)
+    planned = weight_bytes(model, storage, num_slots=slots)
     assert allocated_bytes(parts.decoder) == planned.total
     tokens = 64 * (7 + 1)  # and the block for padding
     assert parts.info.kv_cache_bytes == tokens * cache_bytes_per_token(model, 4)
@@ -125,7 +126,7 @@ def test_fp8_weights_of_the_library_take_what_the_plan_counts(major: int):
         parts = assemble(config, World(rank=0, num_ranks=1, store=None, timeout_s=30))
         held = allocated_bytes(parts.decoder)
     resolved, _ = config.resolve(model)
-    storage = WeightStorage.of(resolved, model, is_sm100=major == 10)
+    storage = WeightStorage.of(resolved, model, is_sm100=major == 10, is_cpu=True)
     planned = weight_bytes(model, storage, num_slots=model.num_experts)
     # On SM100 scales that are no powers of two are made anew, in whole blocks of rows.
     first = (model.q_lora_rank or 0) + model.latent_dim
