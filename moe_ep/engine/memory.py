@@ -23,8 +23,9 @@ class WeightStorage:
     dtype: compute type, ``bfloat16`` or ``float32``. keeps_fp8: dense projections stay as an FP8
     checkpoint has them. expert_dtype: ``fp8`` or the compute type. expert_row_multiple: rows of
     gate, and of up, are padded to it. packs_scales: scales are four exponents in an int32, one per
-    row and 512 columns (SM100), instead of one float32 per block. copies_absorbed: W_UK and W_UV
-    are kept once more for the absorb path, in the order that CPUs read fastest.
+    row and 512 columns (SM100), instead of one float32 per block. is_cpu: dense
+    weights are packed; W_UK and W_UV are kept once more for the absorb path, and a head that is
+    tied to the embedding lies apart from it.
     """
 
     dtype: str
@@ -32,7 +33,7 @@ class WeightStorage:
     expert_dtype: str = "bfloat16"
     expert_row_multiple: int = 1
     packs_scales: bool = False
-    copies_absorbed: bool = False
+    is_cpu: bool = False
 
     @classmethod
     def of(
@@ -52,7 +53,7 @@ class WeightStorage:
             expert_dtype="fp8" if is_fp8 and runner != "torch" else config.dtype,
             expert_row_multiple=FP8_BLOCK if runner == "triton" else 1,
             packs_scales=is_sm100 and is_library,
-            copies_absorbed=is_cpu,
+            is_cpu=is_cpu,
         )
 
     def matrix(self, rows: int, cols: int, dtype: str | None = None) -> int:
@@ -107,7 +108,7 @@ def weight_bytes(model: ModelConfig, storage: WeightStorage, *, num_slots: int) 
     shared = model.num_shared_experts * model.moe_intermediate_size
     return WeightBytes(
         embedding=vocabulary,
-        head=0 if model.tie_word_embeddings else vocabulary,
+        head=0 if model.tie_word_embeddings and not storage.is_cpu else vocabulary,
         attention=model.num_layers * attention_bytes(model, storage),
         dense_mlp=model.first_k_dense_replace * _mlp(storage, hidden, model.intermediate_size),
         shared_experts=num_moe * _mlp(storage, hidden, shared) if shared else 0,
@@ -133,7 +134,7 @@ def attention_bytes(model: ModelConfig, storage: WeightStorage) -> int:
         # One product has one bias: where only the latent has one, the query's part is zeros.
         biases += q_out if model.q_lora_rank is None else 0
         total += biases * VALUE_BYTES[storage.dtype]
-    copies = 2 if storage.copies_absorbed else 1
+    copies = 2 if storage.is_cpu else 1
     return total + copies * storage.matrix(folded, model.kv_lora_rank)
 
 

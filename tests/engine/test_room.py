@@ -37,9 +37,7 @@ def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch):
 
 
 def test_weights_fit_or_the_numbers_are_told(monkeypatch: pytest.MonkeyPatch):
-    needed = weight_bytes(
-        MODEL, WeightStorage(dtype="bfloat16", copies_absorbed=True), num_slots=64
-    )
+    needed = weight_bytes(MODEL, WeightStorage(dtype="bfloat16", is_cpu=True), num_slots=64)
     make_room(monkeypatch, 2 * needed.total).check_weights(64)
     with pytest.raises(MemoryError) as refused:
         make_room(monkeypatch, 2 * needed.total - 2).check_weights(64)

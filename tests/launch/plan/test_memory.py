@@ -103,7 +103,7 @@ def test_a_loaded_engine_allocates_what_the_plan_counts(case: str):
     parts = assemble(config, World(rank=0, num_ranks=1, store=None, timeout_s=30))
     model = ModelConfig.from_path(model_path)
     slots = slots_per_rank(model, ep_size=1, num_redundant=0)
-    storage = WeightStorage("float32", expert_dtype="float32", copies_absorbed=True)
+    storage = WeightStorage("float32", expert_dtype="float32", is_cpu=True)
     planned = weight_bytes(model, storage, num_slots=slots)
     assert allocated_bytes(parts.decoder) == planned.total
     tokens = 64 * (7 + 1)  # and the block for padding
