@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from attention.base import AttentionBackend, AttentionPlan, AttentionSpec
 from attention.latent_cache import LatentCache
 from attention.new_tokens import Norm, Rotation, enter_tokens
+from attention.products import product_dtype
 
 Projection = Callable[[torch.Tensor], torch.Tensor]
 
@@ -40,7 +41,8 @@ class MLA:
     latents ``[T, C + rope]``; together because both start with a product of x. latents: the latter
     alone.
     kv_a_norm: the norm of a latent's first C values. o_proj: ``[T, N * V]`` -> ``[T, H]``.
-    w_kv_b: ``[N, P + V, C]``, of every head W_UK above W_UV; kept.
+    w_kv_b: ``[N, P + V, C]``, of every head W_UK above W_UV; kept, in the type in which products
+        are computed.
     """
 
     def __init__(
@@ -64,7 +66,7 @@ class MLA:
         self.qkv, self.latents = qkv, latents
         self.kv_a_norm, self.o_proj = kv_a_norm, o_proj
         self.rope = rope
-        self._w_kv_b = w_kv_b.contiguous()
+        self._w_kv_b = w_kv_b.to(product_dtype(spec.dtype, w_kv_b.device)).contiguous()
         w_uk, w_uv = self._w_kv_b.split([spec.qk_nope_head_dim, spec.v_head_dim], dim=1)
         if w_kv_b.is_cpu:
             # Small batches multiply fastest on CPUs, at the speed of reading the weight, when it is
@@ -155,12 +157,17 @@ class MLA:
             q_nope, q_rope = q[:split].split(
                 [self.spec.qk_nope_head_dim, self.spec.qk_rope_head_dim], dim=-1
             )
-            absorbed = torch.bmm(q_nope.transpose(0, 1), self._w_uk).transpose(0, 1)
+            absorbed = _by_head(q_nope, self._w_uk)
             query = torch.cat([absorbed, q_rope], dim=-1)  # [D, N, C + rope]
             summed = self.backend.decode(q=query, cache=cache, plan=plan)  # [D, N, C]
-            parts.append(torch.bmm(summed.transpose(0, 1), self._w_uv.mT).transpose(0, 1))
+            parts.append(_by_head(summed, self._w_uv.mT))
         if split < plan.num_tokens:
             parts.append(
                 self.backend.prefill(q=q[split:], cache=cache, w_kv_b=self._w_kv_b, plan=plan)
             )
         return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _by_head(x: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """x ``[D, N, K]`` times weights ``[N, K, M]`` -> ``[D, N, M]`` in x's dtype."""
+    return torch.bmm(x.transpose(0, 1).to(weights.dtype), weights).transpose(0, 1).to(x.dtype)

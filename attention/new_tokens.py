@@ -48,18 +48,17 @@ def enter_tokens(
     slot_mapping: torch.Tensor,
     cache: LatentCache,
     layer_idx: int,
-) -> torch.Tensor:
+) -> None:
     """Rotate the queries in place, norm and rotate the latents and store them in the cache.
 
     q_rope: ``[T, N, rope]``, of any strides. raw: ``[T, C + rope]``, as projected. cos, sin:
     float32 ``[T, rope / 2]``. slot_mapping: int64 ``[T]``; -1 is padding: may hold NaN, is not
-    stored where anyone reads, and unspecified in the result.
-    Returns the new latents ``[T, C + rope]``.
+    stored where anyone reads.
     """
     if uses_kernel(raw.device):
         from attention.triton_latent import write_latent
 
-        return write_latent(
+        write_latent(
             raw,
             q_rope=q_rope,
             norm_weight=norm.weight,
@@ -70,10 +69,10 @@ def enter_tokens(
             slot_mapping=slot_mapping,
             cache=cache.layer(layer_idx),
         )
+        return
     compressed, key = raw.split([raw.shape[1] - 2 * cos.shape[1], 2 * cos.shape[1]], dim=-1)
     # The key that all heads share turns like the queries: one call for both.
     rotated = rope.apply(torch.cat([q_rope, key.unsqueeze(1)], dim=1), cos, sin)
     q_rope.copy_(rotated[:, :-1])
     latent = torch.cat([norm(compressed), rotated[:, -1]], dim=-1)
     cache.write(layer_idx, slot_mapping, latent)
-    return latent

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from attention.base import AttentionBatch, AttentionSpec
+from attention.products import product_dtype
 from attention.torch_decode import DecodeWork, plan_decode, run_decode
 from attention.torch_prefill import PrefillPlan, TorchPrefill, plan_prefills
 
@@ -26,7 +27,8 @@ class TorchAttention(TorchPrefill):
     def plan(self, batch: AttentionBatch) -> TorchPlan:
         decode = None
         if batch.num_decodes:
-            decode = plan_decode(batch, self.spec.dtype, self.device)
+            dtype = product_dtype(self.spec.dtype, self.device)
+            decode = plan_decode(batch, dtype, self.device)
         return TorchPlan(
             num_tokens=batch.num_tokens,
             num_decode_tokens=batch.num_decode_tokens,

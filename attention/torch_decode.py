@@ -11,8 +11,8 @@ by log-sum-exp in a fixed order. Gathering costs about as much as one of the pro
 views of the cache would save it, but only for requests whose blocks happen to be neighbours, at
 one small product per request (slower in sum), and they would read rows that nobody wrote.
 
-Products accumulate in float32 and round scores to the compute dtype, as the weights they become
-are rounded anyway; softmax, its statistics and merging are float32.
+Products accumulate in float32 and round scores to the type in which they are computed, as the
+weights they become are rounded anyway; softmax, its statistics and merging are float32.
 """
 
 from collections.abc import Iterator
@@ -65,7 +65,7 @@ class DecodeWork:
 
 
 def plan_decode(batch: AttentionBatch, dtype: torch.dtype, device: torch.device) -> DecodeWork:
-    """Cut the first ``num_decodes`` requests into groups of items."""
+    """Cut the first ``num_decodes`` requests into groups of items. dtype: of the products."""
     query_lens = torch.tensor(batch.query_lens[: batch.num_decodes])
     context_lens = torch.tensor(batch.context_lens[: batch.num_decodes])
     # Requests with fewer than Q queries repeat their last one, which nobody reads.
@@ -110,8 +110,9 @@ def run_decode(
     merged = torch.cat([out for out, _ in parts])
     if work.is_split:
         lse = torch.cat([lse for _, lse in parts if lse is not None])
-        merged = _merge_items(merged, lse, work).to(q.dtype)
-    return merged.view(-1, spec.num_heads, spec.kv_lora_rank).index_select(0, work.token_rows)
+        merged = _merge_items(merged, lse, work)
+    merged = merged.view(-1, spec.num_heads, spec.kv_lora_rank)
+    return merged.index_select(0, work.token_rows).to(q.dtype)
 
 
 def _items(batch: AttentionBatch) -> Iterator[_Item]:
@@ -137,8 +138,10 @@ def _run_group(
     mask = group.mask
     if num_queries > 1:
         mask = mask.repeat_interleave(spec.num_heads, dim=1)
-    queries = q.index_select(0, group.query_rows).view(num_items, -1, spec.latent_dim)
-    keys = rows.index_select(0, group.cache_rows).view(num_items, num_rows, spec.latent_dim)
+    queries = q.index_select(0, group.query_rows).to(mask.dtype)
+    queries = queries.view(num_items, -1, spec.latent_dim)
+    keys = rows.index_select(0, group.cache_rows).to(mask.dtype)
+    keys = keys.view(num_items, num_rows, spec.latent_dim)
     scores = torch.baddbmm(mask, queries, keys.mT, alpha=spec.softmax_scale)
     probs, lse = softmax_lse(scores, with_lse=with_lse)
     # The rotated part is summed too and dropped: rows without gaps are faster than fewer columns.

@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from attention.base import AttentionBackend, AttentionBatch, AttentionPlan, AttentionSpec
+from attention.products import product_dtype
 from attention.torch_ops import MASKED, CacheRows, softmax_lse
 
 KEY_ROWS = 1024
@@ -116,11 +117,12 @@ def run_prefill(
     groups: tuple[KeyGroup, ...],
     spec: AttentionSpec,
 ) -> torch.Tensor:
-    """The contract's ``prefill``: q ``[P, N, nope + rope]`` -> ``[P, N, v]``."""
+    """The contract's ``prefill``: q ``[P, N, nope + rope]`` -> ``[P, N, v]``, computed in the dtype
+    of w_kv_b."""
     cache_rows = cache.view(-1, spec.latent_dim)
-    tiles = _Tiles(q, spec)
+    tiles = _Tiles(q, spec, w_kv_b.dtype)
     for group in groups:
-        latents = cache_rows.index_select(0, group.cache_rows)
+        latents = cache_rows.index_select(0, group.cache_rows).to(w_kv_b.dtype)
         compressed, rotated = latents.split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
         rebuilt = F.linear(compressed, w_kv_b.flatten(0, 1)).unflatten(-1, (spec.num_heads, -1))
         sizes = [piece.num_keys for piece in group.pieces]
@@ -151,13 +153,13 @@ class _Tiles:
     """The results ``out [P, N, v]`` of all queries ``q [P, N, nope + rope]``, and the sums of tiles
     that have not met all their pieces."""
 
-    def __init__(self, q: torch.Tensor, spec: AttentionSpec) -> None:
-        self.q = q
+    def __init__(self, q: torch.Tensor, spec: AttentionSpec, dtype: torch.dtype) -> None:
+        self.q = q.to(dtype)
         self.scale = spec.softmax_scale
         self.out = q.new_empty(len(q), spec.num_heads, spec.v_head_dim)
         self._sums: dict[int, _Sum] = {}  # by the tile's first row
-        self._unused = q.new_zeros(1)  # the addend of a product without one
-        self._later = q.new_full((QUERY_ROWS, QUERY_ROWS), MASKED).triu_(diagonal=1)
+        self._unused = self.q.new_zeros(1)  # the addend of a product without one
+        self._later = self.q.new_full((QUERY_ROWS, QUERY_ROWS), MASKED).triu_(diagonal=1)
 
     def add(self, tile: Tile, keys: torch.Tensor, values: torch.Tensor) -> None:
         """keys ``[N, Y, nope + rope]`` and values ``[N, Y, v]`` that the tile meets next."""
@@ -201,4 +203,5 @@ class TorchPrefill(AttentionBackend):
     def prefill(
         self, *, q: torch.Tensor, cache: torch.Tensor, w_kv_b: torch.Tensor, plan: PrefillPlan
     ) -> torch.Tensor:
+        w_kv_b = w_kv_b.to(product_dtype(self.spec.dtype, self.device))  # as the layer keeps it
         return run_prefill(q=q, cache=cache, w_kv_b=w_kv_b, groups=plan.prefills, spec=self.spec)

@@ -37,7 +37,7 @@ class Transformers:
 
         logging.disable_progress_bar()
         torch.set_num_threads(num_threads)
-        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto").eval()
         self._last: Any = None
 
     def _forward(self, token_ids: torch.Tensor, cache: Any = None) -> float:

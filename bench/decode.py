@@ -2,7 +2,7 @@
 
 ``python -m bench.decode``. Each runs in a process of its own, as its users run it, and the two take
 turns, so that a change of the machine's speed meets both. Parity of the logits first. The geometry
-is a small V3 in BF16: hidden 1024, 12 layers, 32 experts top-4 of width 512 in 4 groups. Prints a
+is a small V3: hidden 1024, 12 layers, 32 experts top-4 of width 512 in 4 groups. Prints a
 table, and one JSON object last.
 """
 
@@ -76,20 +76,21 @@ class Row:
         return self.num_tokens / statistics.median(self.seconds_transformers)
 
 
-def make_checkpoint(directory: Path) -> None:
-    """Random BF16 weights, saved by ``transformers`` itself."""
+def make_checkpoint(directory: Path, dtype: torch.dtype) -> None:
+    """Random weights, saved by ``transformers`` itself."""
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(0)
-    model = DeepseekV3ForCausalLM(DeepseekV3Config(**GEOMETRY)).bfloat16()
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**GEOMETRY))
+    torch.nn.Module.to(model, dtype)
     model.save_pretrained(directory)
 
 
-def weight_bytes(model: ModelConfig, batch: int) -> float:
-    """Bytes of BF16 weights that a decode step of ``batch`` tokens reads at least, under even
-    routing: an expert is read when at least one of the tokens chose it."""
+def num_weights_read(model: ModelConfig, batch: int) -> float:
+    """Weights that a decode step of ``batch`` tokens reads at least, under even routing: an expert
+    is read when at least one of the tokens chose it."""
     hidden = model.hidden_size
     attention = hidden * (model.q_lora_rank or 0) + hidden * model.latent_dim
     attention += (model.q_lora_rank or hidden) * model.num_heads * model.qk_head_dim
@@ -97,10 +98,10 @@ def weight_bytes(model: ModelConfig, batch: int) -> float:
     attention += model.num_heads * (per_head * model.kv_lora_rank + model.v_head_dim * hidden)
     share_missed = (1 - model.num_experts_per_tok / model.num_experts) ** batch
     experts = model.num_experts * (1 - share_missed) + model.num_shared_experts
-    moe = 3 * hidden * model.moe_intermediate_size * experts + model.num_experts * hidden * 2
+    moe = 3 * hidden * model.moe_intermediate_size * experts + model.num_experts * hidden
     dense = 3 * hidden * model.intermediate_size * model.first_k_dense_replace
     layers = model.num_layers * attention + model.num_moe_layers * moe + dense
-    return 2.0 * (layers + model.vocab_size * hidden)
+    return layers + model.vocab_size * hidden
 
 
 def alternate(
@@ -165,6 +166,7 @@ def show(rows: list[Row], console: Console) -> None:
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="moe-ep bench decode", description=__doc__)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--context", type=int, default=256, help="tokens of each prompt")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 32], help="decode batches")
     parser.add_argument("--prefill-batch", type=int, nargs="+", default=[1, 8])
@@ -177,17 +179,20 @@ def main(argv: list[str] | None = None) -> None:
     console.print(f"memory read ceiling, {args.threads} threads: {ceiling / 1e9:.1f} GB/s")
     with tempfile.TemporaryDirectory() as name, torch.inference_mode():
         directory = Path(name)
-        make_checkpoint(directory)
+        dtype = getattr(torch, args.dtype)
+        make_checkpoint(directory, dtype)
         model = ModelConfig.from_path(directory)
+        bandwidth = ceiling / dtype.itemsize
         peer = Remote(Transformers, directory, args.threads)
         ours = Remote(Ours, directory, args.threads)
         error = check_parity(ours, peer, torch.arange(args.context))
         console.print(f"parity: first logits differ by at most {error:.2f} standard deviations")
-        rows = compare(ours, peer, args, lambda batch: batch * ceiling / weight_bytes(model, batch))
+        rows = compare(ours, peer, args, lambda b: b * bandwidth / num_weights_read(model, b))
     show(rows, console)
     result = {
         "geometry": GEOMETRY,
         "threads": args.threads,
+        "dtype": args.dtype,
         "context": args.context,
         "memory_read_bytes_per_s": ceiling,
         "parity_error_std": error,

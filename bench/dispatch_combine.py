@@ -17,11 +17,11 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
+from bench.ranks import run_ranks
 from moe_ep.dispatch import Dispatched, DispatchSpec, Mode
 from moe_ep.dispatch.collective import CollectiveDispatcher, Traffic
-from moe_ep.engine.world import World, connect_store, serve_store
+from moe_ep.engine.world import World
 from moe_ep.fp8 import FP8, dequantize_rows, num_blocks
 
 TIMEOUT_S = 60.0
@@ -187,17 +187,12 @@ def _print(rows: list[Row]) -> None:
     print(json.dumps([asdict(row) for row in rows]))
 
 
-def _rank_main(rank: int, port: int, shapes: list[Shape], num_samples: int) -> None:
+def _run(world: World, shapes: list[Shape], num_samples: int) -> None:
     torch.set_num_threads(1)
-    store = connect_store("127.0.0.1", port, TIMEOUT_S)
-    world = World(rank=rank, num_ranks=shapes[0].ranks, store=store, timeout_s=TIMEOUT_S)
-    try:
-        with torch.inference_mode():
-            rows = [measure(shape, world, num_samples) for shape in shapes]
-        if rank == 0:
-            _print(rows)
-    finally:
-        world.destroy()
+    with torch.inference_mode():
+        rows = [measure(shape, world, num_samples) for shape in shapes]
+    if world.rank == 0:
+        _print(rows)
 
 
 def _shapes(args: argparse.Namespace) -> list[Shape]:
@@ -221,10 +216,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     if args.ranks < 2 or args.experts % args.ranks:
         parser.error("--ranks must be at least 2 and divide --experts")
-    store = serve_store("127.0.0.1", TIMEOUT_S)
-    multiprocessing.spawn(
-        _rank_main, args=(store.port, _shapes(args), args.samples), nprocs=args.ranks
-    )
+    run_ranks(args.ranks, TIMEOUT_S, _run, _shapes(args), args.samples)
 
 
 if __name__ == "__main__":

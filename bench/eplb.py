@@ -93,23 +93,23 @@ def make_loads(num_layers: int, num_experts: int, skew: float, noise: float) -> 
 
 def measure_case(case: Case, loads: torch.Tensor, rounds: int) -> list[Row]:
     sizes = case[1:]
-
-    def place_anywhere() -> Placement:
-        return rebalance(loads, num_slots=case.num_replicas, num_ranks=case.num_gpus)
-
-    calls: dict[str, Callable[[], object]] = {
-        "published": partial(published_eplb.rebalance_experts, loads, *sizes),
-        "ours": partial(rebalance_experts, loads, *sizes),
+    calls: dict[str, Callable[[], torch.Tensor]] = {
+        "published": lambda: published_eplb.rebalance_experts(loads, *sizes)[0],
+        "ours": lambda: rebalance_experts(loads, *sizes)[0],
     }
     if case.num_groups % case.num_nodes == 0:
-        calls["ours, across nodes"] = place_anywhere
+        calls["ours, across nodes"] = lambda: (
+            rebalance(
+                loads, num_slots=case.num_replicas, num_ranks=case.num_gpus
+            ).physical_to_logical
+        )
     samples = measure_in_turns({name: [call] for name, call in calls.items()}, rounds=rounds)
-    published = _balance(published_eplb.rebalance_experts(loads, *sizes)[0], loads, case)
-    ours, everywhere = _placement(rebalance_experts(loads, *sizes)[0], case), place_anywhere()
+    tables = {name: call() for name, call in calls.items()}
+    published = _balance(tables.pop("published"), loads, case)
     rows = [Row(case, "published", samples["published"], *_summary(published), None)]
-    for policy in list(calls)[1:]:
-        placement = ours if policy == "ours" else everywhere
-        balance = _balance(placement.physical_to_logical, loads, case)
+    for policy, table in tables.items():
+        placement = Placement(table, case.num_experts, case.num_gpus)
+        balance = _balance(table, loads, case)
         if (balance < published * (1 - MOST_WORSE)).any():
             raise SystemExit(f"{case}: worse than the published rule in places")
         allowed = loads.sum(1) / case.num_gpus / load_bounds_like(placement, loads)
@@ -140,10 +140,6 @@ def measure_changes(case: Case, loads: torch.Tensor, drifted: torch.Tensor) -> l
         moved = float(count_moves(before, after).between_ranks.double().mean())
         changes.append(Change(case, policy, limit, seconds, float(balance.mean()), moved))
     return changes
-
-
-def _placement(table: torch.Tensor, case: Case) -> Placement:
-    return Placement(table, case.num_experts, case.num_gpus)
 
 
 def _balance(table: torch.Tensor, loads: torch.Tensor, case: Case) -> torch.Tensor:

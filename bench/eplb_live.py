@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import multiprocessing
 
+from bench.ranks import run_ranks
 from eplb import balancedness
 from eplb.loads import work_of_slowest
 from eplb.status import EplbStatus
 from moe_ep.config import EngineConfig
 from moe_ep.engine.engine import Engine
 from moe_ep.engine.request import EngineRequest, SamplingParams
-from moe_ep.engine.world import World, connect_store, serve_store
+from moe_ep.engine.world import World
 
 TIMEOUT_S = 120.0
 DEMO = Path(__file__).parent.parent / "launch" / "demo"
@@ -165,21 +165,16 @@ def _slot_tokens(engine: Engine) -> torch.Tensor:
     return torch.stack([layer.slot_tokens.sum() for layer in engine._parts.decoder.moe_layers])
 
 
-def _rank_main(index: int, port: int, args: argparse.Namespace, file: Path) -> None:
-    """Rank 0 leaves the runs of all ranks in the file."""
-    store = connect_store("127.0.0.1", port, TIMEOUT_S)
-    world = World(rank=index, num_ranks=args.ep_size, store=store, timeout_s=TIMEOUT_S)
-    requests = make_requests(args.ep_size, args.requests, args.output_len)[index]
+def _run(world: World, args: argparse.Namespace) -> None:
+    """Rank 0 reports."""
+    requests = make_requests(args.ep_size, args.requests, args.output_len)[world.rank]
     runs = []
-    try:
-        for turn in range(args.rounds):
-            for arm in args.arms if turn % 2 == 0 else reversed(args.arms):
-                found = world.gather(run_rank(config_of(arm, args), world, requests))
-                runs.append(Run.of(arm, found))
-        if index == 0:
-            _report(runs, args, file)
-    finally:
-        world.destroy()
+    for turn in range(args.rounds):
+        for arm in args.arms if turn % 2 == 0 else reversed(args.arms):
+            found = world.gather(run_rank(config_of(arm, args), world, requests))
+            runs.append(Run.of(arm, found))
+    if world.rank == 0:
+        _report(runs, args)
 
 
 def summary(runs: Sequence[Run], base: Run, window: int) -> dict[str, Any]:
@@ -210,27 +205,22 @@ def summary(runs: Sequence[Run], base: Run, window: int) -> dict[str, Any]:
     }
 
 
-def _report(runs: Sequence[Run], args: argparse.Namespace, file: Path | None) -> None:
+def _report(runs: Sequence[Run], args: argparse.Namespace) -> None:
     by_arm = {arm: [run for run in runs if run.arm == arm] for arm in args.arms}
     base = by_arm[args.arms[0]][0]
     found = [summary(by_arm[arm], base, args.window) for arm in args.arms]
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     console.print(_overview(found), _over_time(found, args.window), sep="\n")
-    result = json.dumps({"bench": "eplb_live", "results": found} | _given(args))
-    if file is not None:
+    report = {"bench": "eplb_live", "results": found} | vars(args)
+    result = json.dumps(report, default=str)  # of files
+    if args.plot is not None:
         from bench.eplb_live_plot import draw
 
-        draw([by_arm[arm][0] for arm in args.arms], args.window, file)
+        draw([by_arm[arm][0] for arm in args.arms], args.window, args.plot)
     if args.json is not None:
         args.json.write_text(result + "\n", encoding="utf-8")
     print(result)
-
-
-def _given(args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()
-    }
 
 
 def _overview(found: Sequence[dict[str, Any]]) -> Table:
@@ -288,8 +278,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="file for the JSON object")
     parser.add_argument("--plot", type=Path, help="file for the picture, .png or .svg")
     args = parser.parse_args(argv)
-    store = serve_store("127.0.0.1", TIMEOUT_S)
-    multiprocessing.spawn(_rank_main, args=(store.port, args, args.plot), nprocs=args.ep_size)
+    run_ranks(args.ep_size, TIMEOUT_S, _run, args)
 
 
 if __name__ == "__main__":

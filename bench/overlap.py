@@ -12,7 +12,9 @@ slowest rank counts. The ranks need a core each that nobody else uses.
 The geometry is that of ``bench.decode`` with four wide experts, to all of which a token goes: an
 expert then gets about as many rows as one of many ranks does, and half of them are still a product
 worth its weights. Tokens travel in BF16 by default, so that either way takes equally long and fits
-behind the half of a layer that it may hide behind; in FP8 the way back is twice as long.
+behind the half of a layer that it may hide behind; in FP8 the way back is twice as long. Where
+attention takes much longer than experts, as on CPUs without instructions for BF16, ``--context``
+evens them out.
 
 Prints a table, and one JSON object last.
 """
@@ -30,16 +32,16 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from torch import multiprocessing
 
 from bench.decode import GEOMETRY
+from bench.ranks import run_ranks
 from bench.slow_link import SlowLink
 from moe_ep.config import EngineConfig
 from moe_ep.engine.assemble import assemble
 from moe_ep.engine.request import EngineRequest, SamplingParams
 from moe_ep.engine.specs import DEFAULT_OVERLAP
 from moe_ep.engine.step_shape import OverlapRules, Vote, derive
-from moe_ep.engine.world import World, connect_store, serve_store
+from moe_ep.engine.world import World
 
 TIMEOUT_S = 120.0
 NUM_RANKS = 2
@@ -52,7 +54,7 @@ FEW_EXPERTS = {
     "topk_group": 1,
 }
 ALWAYS = OverlapRules(decode=0, prefill=0)
-PROMPT_TOKENS = 256  # of a prefill step's prompts; decodes have contexts of half to all of it
+PROMPT_TOKENS = 256  # of a prefill step's prompts
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,13 @@ class Rank:
 class Comparison:
     """Steps of one phase and batch, on every rank alike."""
 
-    def __init__(self, rank: Rank, phase: str, tokens: int) -> None:
-        self.rank, self.phase, self.tokens = rank, phase, tokens
+    def __init__(self, rank: Rank, phase: str, tokens: int, context: int) -> None:
+        self.rank, self.phase, self.tokens, self.context = rank, phase, tokens, context
 
     def __enter__(self) -> "Comparison":
         if self.phase == "decode":
-            lens = [PROMPT_TOKENS // 2 + 7 * i % (PROMPT_TOKENS // 2) for i in range(self.tokens)]
+            half = self.context // 2
+            lens = [half + 7 * i % half for i in range(self.tokens)]
             self.rank.submit(self.tokens, lens, max_tokens=512)
             while self.rank.parts.scheduler.num_waiting or self._prefills():
                 self.rank.step(None)
@@ -176,7 +179,7 @@ def compare(rank: Rank, phase: str, tokens: int, args: argparse.Namespace) -> li
     """Rows of the fast link, and of the slow one with each of the given times. Collective."""
     link = rank.link
     rows = []
-    with Comparison(rank, phase, tokens) as steps:
+    with Comparison(rank, phase, tokens, args.context) as steps:
         before = link.sent_bytes
         steps.step(None)
         num_bytes = link.sent_bytes - before
@@ -212,10 +215,8 @@ def show(rows: list[Row], console: Console) -> None:
     console.print(table)
 
 
-def _rank_main(index: int, port: int, directory: str, args: argparse.Namespace) -> None:
+def _run(world: World, directory: str, args: argparse.Namespace) -> None:
     torch.set_num_threads(1)
-    store = connect_store("127.0.0.1", port, TIMEOUT_S)
-    world = World(rank=index, num_ranks=NUM_RANKS, store=store, timeout_s=TIMEOUT_S)
     most = max([*args.decode, *(tokens // PROMPT_TOKENS for tokens in args.prefill)])
     config = EngineConfig(
         model=directory,
@@ -227,15 +228,12 @@ def _rank_main(index: int, port: int, directory: str, args: argparse.Namespace) 
         max_num_batched_tokens=max(most, *args.prefill, 1024),
         num_kv_blocks=most * 12,
     )
-    try:
-        with torch.inference_mode():
-            rank = Rank(config, world)
-            cases = [("decode", n) for n in args.decode] + [("prefill", n) for n in args.prefill]
-            rows = [row for case in cases for row in compare(rank, *case, args)]
-        if index == 0:
-            _report(rows, args)
-    finally:
-        world.destroy()
+    with torch.inference_mode():
+        rank = Rank(config, world)
+        cases = [("decode", n) for n in args.decode] + [("prefill", n) for n in args.prefill]
+        rows = [row for case in cases for row in compare(rank, *case, args)]
+    if world.rank == 0:
+        _report(rows, args)
 
 
 def _report(rows: list[Row], args: argparse.Namespace) -> None:
@@ -257,6 +255,7 @@ def main(argv: list[str] | None = None) -> None:
         default=[1.0, 1.25],
         help="time of a step's transfers over a slow link, over that of its computation",
     )
+    parser.add_argument("--context", type=int, default=256, help="of decodes: half to all of it")
     parser.add_argument("--layers", type=int, default=9, help="the first one is dense")
     parser.add_argument("--dispatch-dtype", choices=("fp8", "bfloat16"), default="bfloat16")
     parser.add_argument("--samples", type=int, default=10, help="steps of each kind")
@@ -264,6 +263,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not args.decode and not args.prefill:
         parser.error("--decode or --prefill must name a number of tokens")
+    if args.context < 2:
+        parser.error("--context must be at least 2")
     if any(tokens < 1 or tokens % PROMPT_TOKENS for tokens in args.prefill):
         parser.error(f"--prefill takes multiples of {PROMPT_TOKENS}")
     with tempfile.TemporaryDirectory() as directory:
@@ -271,8 +272,7 @@ def main(argv: list[str] | None = None) -> None:
         kind = {"model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"]}
         geometry |= kind | {"torch_dtype": "bfloat16"}
         Path(directory, "config.json").write_text(json.dumps(geometry), encoding="utf-8")
-        store = serve_store("127.0.0.1", TIMEOUT_S)
-        multiprocessing.spawn(_rank_main, args=(store.port, directory, args), nprocs=NUM_RANKS)
+        run_ranks(NUM_RANKS, TIMEOUT_S, _run, directory, args)
 
 
 if __name__ == "__main__":

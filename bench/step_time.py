@@ -21,8 +21,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from torch import multiprocessing
 
+from bench.ranks import run_ranks
 from bench.steps.geometry import scaled, write_config
 from bench.steps.report import ArmReport, arm_report, report_json, slowest_of
 from bench.steps.roofline import Roofline
@@ -32,7 +32,7 @@ from bench.steps.trace import trace_json
 from launch.flags import add_flags, from_args
 from moe_ep.config import ConfigError, EngineConfig, ModelConfig, validate
 from moe_ep.engine.backends import resolve_backends
-from moe_ep.engine.world import World, connect_store, rank_device, serve_store
+from moe_ep.engine.world import World, rank_device
 
 # Made to fit the batch unless they are given.
 _SIZED = ("max_num_seqs", "max_num_batched_tokens", "max_model_len", "num_kv_blocks")
@@ -62,10 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         elif plan.config.ep_size == 1:
             _run(World(rank=0, num_ranks=1, store=None, timeout_s=1.0), plan, outputs)
         else:
-            store = serve_store("127.0.0.1", plan.config.watchdog_timeout_s)
-            multiprocessing.spawn(
-                _spawned, args=(store.port, plan, outputs), nprocs=plan.config.ep_size
-            )
+            run_ranks(plan.config.ep_size, plan.config.watchdog_timeout_s, _run, plan, outputs)
     return 0
 
 
@@ -113,23 +110,13 @@ def _plan(args: argparse.Namespace, directory: Path) -> Plan:
         iterations=args.iterations,
         num_threads=args.threads or default_threads(_num_ranks_here(config)),
     )
-    plan = dataclasses.replace(plan, config=plan.sized(config))
+    plan = dataclasses.replace(plan, config=plan.sized())
     validate(plan.config)
     return plan
 
 
 def _num_ranks_here(config: EngineConfig) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE", config.ep_size))
-
-
-def _spawned(rank: int, port: int, plan: Plan, outputs: Outputs) -> None:
-    timeout_s = plan.config.watchdog_timeout_s
-    store = connect_store("127.0.0.1", port, timeout_s)
-    _run(
-        World(rank=rank, num_ranks=plan.config.ep_size, store=store, timeout_s=timeout_s),
-        plan,
-        outputs,
-    )
 
 
 def _run_under_torchrun(plan: Plan, outputs: Outputs) -> None:
@@ -140,7 +127,10 @@ def _run_under_torchrun(plan: Plan, outputs: Outputs) -> None:
     if num_ranks != plan.config.ep_size:
         raise SystemExit(f"--ep-size: {plan.config.ep_size} given; torchrun has {num_ranks} ranks")
     world = World(rank=rank, num_ranks=num_ranks, store=store, timeout_s=timeout_s)
-    _run(world, plan, outputs)
+    try:
+        _run(world, plan, outputs)
+    finally:
+        world.destroy()
 
 
 def _run(world: World, plan: Plan, outputs: Outputs) -> None:
@@ -155,7 +145,6 @@ def _run(world: World, plan: Plan, outputs: Outputs) -> None:
     finally:
         if rank is not None:
             rank.close()
-        world.destroy()
 
 
 def _progress(plan: Plan) -> Callable[[int], None]:

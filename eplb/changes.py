@@ -70,7 +70,11 @@ class View:
         self._e_on_rank = holds[layer, :, self._e]
         self._e_on_b = np.take_along_axis(self._e_on_rank, self._b[:, None], 2)
         self._f_on_top = holds[layer, self._top, self._f][:, None]
-        self._rises = self._find_rises(loads, cost) if cost.price_per_crossing else None
+        # 5. [L]: what the layers cost as they are, without moves, as ``eplb.cost.costs`` has it.
+        self.cost, self._rises = self.top_load, None
+        if cost.price_per_crossing:
+            self._rises = self._find_rises(loads, cost)
+            self.cost = self.cost + cost.price_per_crossing * self._rises.traffic.crossings
 
     def swaps(self) -> Changes:
         """e and f change places."""

@@ -26,7 +26,7 @@ import torch.distributed as dist
 from eplb.dispatch import MakeTable
 from eplb.loads import (
     balancedness,
-    expected_slot_loads,
+    expected_rank_loads,
     logical_loads,
     rank_loads,
     work_of_slowest,
@@ -40,14 +40,11 @@ from eplb.migrate import (
     plan_moves,
     split_rounds,
 )
-from eplb.placement import Placement
+from eplb.placement import Placement, Rebalance
 
 logger = logging.getLogger(__name__)
 
 SWITCH_INTERVAL_S = 0.0005
-
-# Loads int64 [L, E] and the placement in force -> the placement to have.
-Rebalance = Callable[[torch.Tensor, Placement], Placement]
 
 
 @dataclass(frozen=True)
@@ -180,17 +177,19 @@ class Helper:
     ) -> Decision:
         measured = self._gather(slot_tokens)
         loads = logical_loads(measured, old)
-        new = keep_slots(old, self._agree_on_target(old, loads, measured))
+        target = self._agree_on_target(old, loads, measured)
         step_s = statistics.median(steps_s) if steps_s else None
-        return Decision(
-            old=old,
-            new=new,
-            slot_table=self._make_table(new, self._rank, loads),
-            experts=new.of_rank(self._rank),
-            layers=changed_layers(old, new),
-            step_s=step_s,
-            facts=_facts(last, old, new, loads, measured, step_s),
-        )
+        with _giving_way():
+            new = keep_slots(old, target)
+            return Decision(
+                old=old,
+                new=new,
+                slot_table=self._make_table(new, self._rank, loads),
+                experts=new.of_rank(self._rank),
+                layers=changed_layers(old, new),
+                step_s=step_s,
+                facts=_facts(last, old, new, loads, measured, step_s),
+            )
 
     def _gather(self, slot_tokens: torch.Tensor) -> torch.Tensor:
         """``[L, P]`` of all ranks from ``[L, S]`` of each."""
@@ -269,21 +268,18 @@ def _facts(
     What a placement saves is told by what two placements make of the same loads, both with replicas
     that share evenly; what ranks measured is told as it is.
     """
-
-    def if_placed(placement: Placement) -> torch.Tensor:
-        return rank_loads(expected_slot_loads(loads, placement), placement.num_ranks)
-
+    if_kept, if_changed = (expected_rank_loads(loads, placement) for placement in (old, new))
     found = tuple(balancedness(rank_loads(measured, old.num_ranks)).tolist())
     facts: dict[str, Any] = {
         "balancedness": found,
-        "balancedness_expected": tuple(balancedness(if_placed(new)).tolist()),
-        "saved_estimated": _saved(if_placed(old), if_placed(new)),
+        "balancedness_expected": tuple(balancedness(if_changed).tolist()),
+        "saved_estimated": _saved(if_kept, if_changed),
     }
     if last is not None:
         facts |= {
             "balancedness_before": last.facts["balancedness"],
             "balancedness_after": found,
-            "saved_measured": _saved(if_placed(last.old), if_placed(old)),
+            "saved_measured": _saved(expected_rank_loads(loads, last.old), if_kept),
             "step_s_before": last.step_s,
             "step_s_after": step_s,
         }

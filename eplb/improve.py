@@ -78,10 +78,10 @@ class _Search:
         rows = np.nonzero(max_rank_load(self._loads, self.best) > self._goal)[0]
         slots, idle = slots[rows], np.zeros(len(rows), np.int64)
         while len(rows):
-            moves, is_better = self._record(rows, slots)
+            view = View(self._loads[rows], slots, self._cost)
+            moves, is_better = self._record(rows, slots, view.cost)
             # A rank may be one of many as heavy, so a gain may need as many steps to show.
             idle = np.where(is_better, 0, idle + 1)
-            view = View(self._loads[rows], slots, self._cost)
             kinds = [view.swaps(), view.copies()] if with_copies else [view.swaps()]
             scores = np.stack([self._scores(view, kind, moves) for kind in kinds], 1)
             scores = scores.reshape(len(rows), -1)
@@ -91,10 +91,15 @@ class _Search:
             view.change(choice, goes_on)
             rows, slots, idle = rows[goes_on], slots[goes_on], idle[goes_on]
 
-    def _record(self, rows: np.ndarray, slots: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Moves so far, int64 ``[L]``, and where ``slots`` are the best that is allowed; kept."""
+    def _record(
+        self, rows: np.ndarray, slots: np.ndarray, cost: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Moves so far, int64 ``[L]``, and where ``slots`` are the best that is allowed; kept.
+
+        cost: of the slots ``[L]``, without that of moving.
+        """
         moves = (~np.take_along_axis(self._held[rows], slots, 2)).sum((1, 2))
-        cost = costs(self._loads[rows], slots, self._cost) + self._cost.price_per_move * moves
+        cost = cost + self._cost.price_per_move * moves
         is_better = (cost < self._best_cost[rows]) & (moves <= self._most)
         self.best[rows[is_better]] = slots[is_better]
         self._best_cost[rows[is_better]] = cost[is_better]

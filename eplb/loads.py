@@ -33,6 +33,12 @@ def expected_slot_loads(loads: torch.Tensor, placement: Placement) -> torch.Tens
     return shares.gather(1, placement.physical_to_logical)
 
 
+def expected_rank_loads(loads: torch.Tensor, placement: Placement) -> torch.Tensor:
+    """Tokens of each rank, float64 ``[L, R]``, if an expert's replicas share its load ``[L, E]``
+    evenly."""
+    return rank_loads(expected_slot_loads(loads, placement), placement.num_ranks)
+
+
 def balancedness(ranks: torch.Tensor) -> torch.Tensor:
     """Mean over maximum of the rank loads ``[L, R]``, float64 ``[L]``; 1 where there is no load.
 
@@ -112,25 +118,28 @@ class LoadRecorder:
         return SlotRecords(self._rank, list(steps), torch.stack(counts), torch.stack(experts))
 
 
-def merge_records(records: Sequence[SlotRecords], num_experts: int) -> torch.Tensor:
-    """Loads of all ranks, int64 ``[W, L, E]``, of the steps that every rank recorded.
-
-    Raises ValueError when there is no such step.
-    """
+def common_steps(records: Sequence[SlotRecords]) -> set[int]:
+    """The steps that every rank recorded. Raises ValueError when there is none."""
     common = set.intersection(*(set(record.steps) for record in records))
     if not common:
         spans = [f"rank {r.rank}: {_span(r.steps)}" for r in records]
         raise ValueError(f"no step was recorded by all ranks ({'; '.join(spans)})")
-    loads = []
+    return common
+
+
+def merge_records(records: Sequence[SlotRecords], num_experts: int) -> torch.Tensor:
+    """Loads of all ranks, int64 ``[W, L, E]``, of their ``common_steps``."""
+    common, counts, experts = common_steps(records), [], []
     for record in records:
         rows = [row for row, step in enumerate(record.steps) if step in common]
-        loads.append(_by_expert(record.counts[rows], record.experts[rows], num_experts))
-    return torch.stack(loads).sum(0)
+        counts.append(record.counts[rows])
+        experts.append(record.experts[rows])
+    return _by_expert(torch.cat(counts, dim=-1), torch.cat(experts, dim=-1), num_experts)
 
 
 def last_placement(records: Sequence[SlotRecords], num_experts: int) -> Placement:
-    """Where experts were in the last step that every rank recorded; there must be one."""
-    last = max(set.intersection(*(set(record.steps) for record in records)))
+    """Where experts were in the last of the ranks' ``common_steps``."""
+    last = max(common_steps(records))
     held = [record.experts[record.steps.index(last)] for record in records]  # [L, S] of each rank
     return Placement(torch.cat(held, dim=1).long(), num_experts, len(records))
 

@@ -28,9 +28,9 @@ import torch
 import torch.distributed as dist
 
 from eplb.dispatch import MakeTable
-from eplb.helper import Decision, Helper, Rebalance
+from eplb.helper import Decision, Helper
 from eplb.migrate import SlotAccess
-from eplb.placement import Placement
+from eplb.placement import Placement, Rebalance
 from eplb.status import EplbStatus, Phase
 
 logger = logging.getLogger(__name__)

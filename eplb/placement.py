@@ -6,6 +6,7 @@ several ranks, never two on one rank (they would share the same device and halve
 Shape letters: L MoE layers, E logical experts, R ranks, S slots per rank, P = R * S slots.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -137,3 +138,7 @@ def _check_replicas_apart(by_rank: torch.Tensor) -> None:
             f"physical_to_logical: two replicas of expert {int(by_expert[layer, rank, place])} "
             f"on rank {rank} in layer {layer} ({len(twice)} such in all)"
         )
+
+
+# Loads [L, E] and the placement in force -> the placement to have.
+Rebalance = Callable[[torch.Tensor, Placement], Placement]

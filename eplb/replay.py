@@ -7,23 +7,20 @@ no engine can, and it shows what there is to gain. Placements switch between win
 Shape letters: W windows, L layers, E experts, R ranks, P slots in all.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from eplb.loads import balancedness, rank_loads, work_of_slowest
-from eplb.placement import Placement
+from eplb.placement import Placement, Rebalance
 from eplb.rebalance import greedy_experts, rebalance
 from eplb.shares import balanced_shares
 
 NONE, GREEDY, OURS, BALANCED, ORACLE = (
     "none", "published greedy", "ours", "ours, balanced dispatch", "oracle",
 )  # fmt: skip
-
-# Loads [L, E] and the placement in force -> the placement to have.
-Rebalance = Callable[[torch.Tensor, Placement], Placement]
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ Every rank records its own slots by step; nothing is exchanged between ranks for
 joins what they bring.
 """
 
+import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ class ExpertRecords:
         """Writes what was recorded since the last start; recording goes on."""
         self._check()
         records: list[SlotRecords] = await self._client.ask_all("load_records")
-        paths, num_steps = self._write(records)
+        paths, num_steps = await asyncio.to_thread(self._write, records)  # streams go on
         return json_response({"files": [str(path) for path in paths], "num_steps": num_steps})
 
     async def _record(self, is_on: bool) -> Response:
@@ -57,24 +58,25 @@ class ExpertRecords:
 
     def _write(self, records: "list[SlotRecords]") -> tuple[list[Path], int]:
         from eplb.files import write_loads, write_passes
-        from eplb.loads import last_placement, merge_records
+        from eplb.loads import common_steps, last_placement, merge_records
 
         model = self._client.model
         try:
-            loads = merge_records(records, model.num_experts)
+            num_steps = len(common_steps(records))
         except ValueError as error:
             raise ApiError(400, str(error)) from error
         self._directory.mkdir(parents=True, exist_ok=True)
         name = f"expert_distribution_recorder_{time.time()}"
         if self._client.config.expert_distribution_recorder_mode != "per_pass":
             path = self._directory / f"{name}.pt"
+            loads = merge_records(records, model.num_experts)
             write_loads(path, loads.int(), num_dense=model.first_k_dense_replace)
-            return [path], len(loads)
+            return [path], num_steps
         paths = [self._directory / f"{name}_{record.rank}.pt" for record in records]
         placement = last_placement(records, model.num_experts)
         for path, record in zip(paths, records, strict=True):
             write_passes(path, record, placement)
-        return paths, len(loads)
+        return paths, num_steps
 
 
 def eplb_health(ranks: "Sequence[RankStatus]") -> dict[str, Any]:

@@ -51,7 +51,7 @@ class DeepGemm:
 
     row_alignment: rows of a slot start at multiples of this in the contiguous layout, and a slot
         has a multiple of it in the masked one; set in the library, process-wide.
-    is_packed: scales are packed UE8M0 (SM100), not float32 (SM90); scale_format says the same.
+    is_packed: scales are packed UE8M0 (SM100), not float32 (SM90).
     """
 
     def __init__(self) -> None:
@@ -60,9 +60,12 @@ class DeepGemm:
             raise RuntimeError(problem)
         self.lib: ModuleType = importlib.import_module("deep_gemm")
         self.is_packed = torch.cuda.get_device_properties().major == 10
-        self.scale_format = ScaleFormat.UE8M0 if self.is_packed else ScaleFormat.FLOAT32
         self.row_alignment: int = self.lib.get_theoretical_mk_alignment_for_contiguous_layout()
         self.lib.set_mk_alignment_for_contiguous_layout(self.row_alignment)
+
+    @property
+    def scale_format(self) -> ScaleFormat:
+        return ScaleFormat.UE8M0 if self.is_packed else ScaleFormat.FLOAT32
 
     def check_alignment(self) -> None:
         """Raises RuntimeError when someone else has set another one: it is the kernels' block, and

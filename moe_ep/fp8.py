@@ -47,6 +47,11 @@ def num_blocks(size: int) -> int:
     return -(-size // BLOCK)
 
 
+def new_nan(shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Values that are all NaN, for weights that nobody has loaded yet."""
+    return torch.full(shape, 0x7F, dtype=torch.uint8, device=device).view(FP8)
+
+
 def new_scales(
     leading: tuple[int, ...],
     width: int,

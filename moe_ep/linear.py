@@ -3,12 +3,15 @@
 On CPUs a weight is kept in oneDNN's blocked order, made once, because a product with few rows is
 then bound by reading the weight: 1.5 to 2 times the bandwidth of the row-major weight, which has to
 be re-ordered on the fly in every call. In float32 it is also twice as fast as PyTorch's own choice
-where the CPU is not Intel's. Elsewhere, and for BF16 on CPUs without instructions for it, the
-weight stays row-major. Rows of a product do not see each other.
+where the CPU is not Intel's. On CPUs without instructions for BF16, BF16 weights are kept, and
+multiplied, as float32 (``attention.products``). Elsewhere the weight stays row-major. Rows of a
+product do not see each other.
 """
 
 import torch
 import torch.nn.functional as F
+
+from attention.products import product_dtype
 
 _DTYPES = (torch.bfloat16, torch.float32)
 
@@ -31,8 +34,9 @@ class Linear:
         _check_parameter("weight", weight, ("N", "K"))
         self.out_features, self.in_features = weight.shape
         self.dtype = dtype
-        weight = weight.detach().to(dtype).contiguous()
-        self.is_packed = _can_pack(weight.device, dtype)
+        self._product_dtype = product_dtype(dtype, weight.device)
+        weight = weight.detach().to(dtype).to(self._product_dtype).contiguous()
+        self.is_packed = weight.is_cpu and torch.backends.mkldnn.is_available()
         self._weight = torch.ops.mkldnn._reorder_linear_weight(weight) if self.is_packed else weight
         self._bias = None if bias is None else self._checked_bias(bias)
 
@@ -45,29 +49,26 @@ class Linear:
             raise ValueError(
                 f"x must be {self.dtype} [..., {self.in_features}], got {x.dtype} {list(x.shape)}"
             )
+        x = x.to(self._product_dtype)
         if self.is_packed:
-            return torch.ops.mkldnn._linear_pointwise.default(
+            y = torch.ops.mkldnn._linear_pointwise.default(
                 x, self._weight, self._bias, "none", [], ""
             )
-        return F.linear(x, self._weight, self._bias)
+        else:
+            y = F.linear(x, self._weight, self._bias)
+        return y.to(self.dtype)
 
     @property
     def dense_weight(self) -> torch.Tensor:
-        """The weight ``[N, K]`` in the layer's dtype, row-major; a copy when it is packed, else the
-        weight itself. A layer made from it is the same, bit by bit."""
-        return self._weight.to_dense() if self.is_packed else self._weight
+        """The weight ``[N, K]`` in the layer's dtype, row-major; a copy when it is kept otherwise,
+        else the weight itself. A layer made from it is the same, bit by bit."""
+        return (self._weight.to_dense() if self.is_packed else self._weight).to(self.dtype)
 
     def _checked_bias(self, bias: torch.Tensor) -> torch.Tensor:
         _check_parameter("bias", bias, ("N",))
         if len(bias) != self.out_features:
             raise ValueError(f"bias must have {self.out_features} elements, got {len(bias)}")
-        return bias.detach().to(self.dtype).contiguous()
-
-
-def _can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    if device.type != "cpu" or not torch.backends.mkldnn.is_available():
-        return False
-    return dtype is torch.float32 or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return bias.detach().to(self.dtype).to(self._product_dtype).contiguous()
 
 
 def _check_parameter(name: str, tensor: torch.Tensor, dims: tuple[str, ...]) -> None:

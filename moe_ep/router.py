@@ -13,7 +13,8 @@ from moe_ep.gate import Gate
 
 class Router:
     """slot_table: int64 ``[E, W]``, the slot to which this rank sends its token number t that chose
-    expert e, ``[e, t % W]`` (``eplb.dispatch``); may be replaced between steps.
+    expert e, ``[e, t % W]`` (``eplb.dispatch``). It may change between steps, in place: a captured
+    step holds its address.
     """
 
     def __init__(self, gate: Gate, slot_table: torch.Tensor) -> None:

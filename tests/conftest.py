@@ -6,12 +6,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from attention import products
 from launch.ray_cluster import RaySession
 from tests.ranks import RankPool
 
 if not torch.cuda.is_available():
     # Before any test: triton reads it when it is first imported, by whomever.
     os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(params=["as the CPU can", "without BF16"])
+def bf16_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """BF16 products by this CPU's instructions, if it has any, and as CPUs without them do."""
+    if request.param == "without BF16":
+        monkeypatch.setattr(products, "cpu_has_bf16", lambda: False)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,7 +6,7 @@ import weakref
 import pytest
 import torch
 
-import moe_ep.linear
+from attention import products
 from moe_ep.linear import Linear
 from tests.compare import assert_bits_equal, assert_rows_close
 
@@ -14,10 +14,12 @@ SIZES = [(1, 1), (7, 5), (64, 64), (300, 200), (96, 1024), (1024, 130)]  # N, K
 ROWS = (1, 2, 3, 8, 17, 33, 130)
 
 
-@pytest.fixture(params=["as the CPU can", "never packed"])
+@pytest.fixture(params=["as the CPU can", "never packed", "without BF16"])
 def packing(request, monkeypatch):
     if request.param == "never packed":
-        monkeypatch.setattr(moe_ep.linear, "_can_pack", lambda device, dtype: False)
+        monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    if request.param == "without BF16":
+        monkeypatch.setattr(products, "cpu_has_bf16", lambda: False)
 
 
 def make(size: tuple[int, int], dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,7 +94,7 @@ def test_packing_keeps_no_second_copy():
     weight, _ = make((64, 96), torch.bfloat16)
     linear = Linear(weight, torch.bfloat16)
     if not linear.is_packed:
-        pytest.skip("this CPU has no BF16 instructions, so weights stay as they are")
+        pytest.skip("this PyTorch has no oneDNN, so weights stay as they are")
     dropped = weakref.ref(weight)
     del weight
     gc.collect()

@@ -16,10 +16,10 @@ import torch
 
 from bench.measure import memory_copy_ceiling, product_ceiling
 from moe_ep.config import EngineConfig, ModelConfig
+from moe_ep.engine.memory import VALUE_BYTES, WeightStorage
 from moe_ep.fp8 import num_blocks
 from moe_ep.progress import Stage
 
-_SIZES = {"fp8": 1, "bfloat16": 2, "float32": 4}
 _INDEX_BYTES, _WEIGHT_BYTES = 8, 4  # of a choice
 
 
@@ -89,14 +89,13 @@ class Roofline:
         self.model, self.load = model, load
         self.num_ranks = config.ep_size
         self.dtype = config.dtype
-        self.size = _SIZES[config.dtype]
-        keeps_fp8 = model.quantization is not None
-        runner = config.moe_runner_backend
-        self.expert_dtype = "fp8" if keeps_fp8 and runner != "torch" else config.dtype
-        self.linear_dtype = "fp8" if keeps_fp8 and runner == "deep_gemm" else config.dtype
+        self.size = VALUE_BYTES[config.dtype]
+        storage = WeightStorage.of(config, model)
+        self.expert_dtype = storage.expert_dtype
+        self.linear_dtype = "fp8" if storage.keeps_fp8 else config.dtype
         hidden, payload = model.hidden_size, config.ep_dispatch_dtype
         scales = num_blocks(hidden) * _WEIGHT_BYTES if payload == "fp8" else 0
-        self.row_bytes = hidden * _SIZES[payload] + scales
+        self.row_bytes = hidden * VALUE_BYTES[payload] + scales
         self.token_bytes = hidden * self.size
 
     def costs(self) -> dict[Stage, Cost]:
@@ -164,7 +163,7 @@ class Roofline:
         costs = {
             Stage.GATE: Cost(gate * 4 + made, 2 * num_tokens * gate, self.dtype, times),
             Stage.EXPERTS: Cost(
-                weights * _SIZES[self.expert_dtype] + rows,
+                weights * VALUE_BYTES[self.expert_dtype] + rows,
                 2 * self._choices * 3 * hidden * inner,
                 self.expert_dtype,
                 times,
@@ -223,5 +222,6 @@ class Roofline:
     def _linear(self, weight: int, width: int, made_bytes: float, times: int) -> Cost:
         """A product of T rows of ``width`` with ``weight`` values."""
         num_tokens = self.load.num_tokens
-        num_bytes = weight * _SIZES[self.linear_dtype] + num_tokens * width * self.size + made_bytes
+        weights = weight * VALUE_BYTES[self.linear_dtype]
+        num_bytes = weights + num_tokens * width * self.size + made_bytes
         return Cost(num_bytes, 2 * num_tokens * weight, self.linear_dtype, times)

@@ -9,7 +9,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 
@@ -66,8 +65,9 @@ class Plan:
         """Most tokens that a request reaches."""
         return self.context + 1 + (self._num_steps if self.phase == DECODE else 0)
 
-    def sized(self, config: EngineConfig) -> EngineConfig:
+    def sized(self) -> EngineConfig:
         """The config with what was left open made just large enough for this plan."""
+        config = self.config
         tokens = self.batch if self.phase == DECODE else self.batch * self.context
         seqs = config.max_num_seqs or self.batch
         return replace(
@@ -94,13 +94,12 @@ class Sample:
 @dataclass(frozen=True)
 class RankResult:
     """samples: all that count, in order; records on rank 0's clock. recorder_s: what the recorder
-    itself takes for one step. choices: what was left open and what it became."""
+    itself takes for one step."""
 
     samples: list[Sample]
     ceilings: Ceilings
     recorder_s: float
     clock_offset_ns: int
-    choices: dict[str, Any]
 
 
 class Rank:
@@ -140,7 +139,6 @@ class Rank:
             ceilings=ceilings,
             recorder_s=self._recorder_s(samples),
             clock_offset_ns=offset,
-            choices=choices,
         )
 
     def step(self, arm: str, *, is_recorded: bool) -> Sample:

@@ -8,10 +8,6 @@ def add_replay_flags(parser: argparse.ArgumentParser) -> None:
     """Names that are the engine's own or the planner's mean the same here."""
     _add_loads(parser)
     parser.add_argument(
-        "--num-nodes", type=int, default=1, metavar="N",
-        help="Machines (total); ranks are numbered machine by machine.",
-    )  # fmt: skip
-    parser.add_argument(
         "--window", type=int, metavar="N",
         help="Recorded steps in a window, after each of which experts are placed anew; a tenth of"
         " all by default.",
@@ -51,6 +47,15 @@ def _add_loads(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ep-num-redundant-experts", type=int, default=0, metavar="N",
         help="Extra expert slots per layer (total).",
+    )  # fmt: skip
+    parser.add_argument(
+        "--num-nodes", type=int, default=1, metavar="N",
+        help="Machines (total); ranks are numbered machine by machine.",
+    )  # fmt: skip
+    parser.add_argument(
+        "--eplb-node-traffic-price", type=float, default=0.0, metavar="X",
+        help="What a token's copy to another machine costs, in (token, expert) pairs (with"
+        " --model).",
     )  # fmt: skip
     parser.add_argument(
         "--model",

@@ -5,7 +5,7 @@ import argparse
 import torch
 
 from eplb.files import FileError, write_placement
-from eplb.loads import balancedness, expected_slot_loads, rank_loads
+from eplb.loads import balancedness, expected_rank_loads
 from eplb.placement import Placement
 from eplb.rebalance import rebalance
 from launch.eplb_tool.source import read_recorded
@@ -17,7 +17,12 @@ def run(args: argparse.Namespace) -> int:
     loads = recorded.loads.sum(0)
     num_layers, num_experts = loads.shape
     num_redundant = args.ep_num_redundant_experts
-    placement = rebalance(loads, num_slots=num_experts + num_redundant, num_ranks=args.ep_size)
+    placement = rebalance(
+        loads,
+        num_slots=num_experts + num_redundant,
+        num_ranks=args.ep_size,
+        cost=recorded.cost,
+    )
     try:
         write_placement(args.output, placement, num_dense=recorded.num_dense)
     except FileError as error:
@@ -40,5 +45,5 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _told(placement: Placement, loads: torch.Tensor) -> str:
-    found = balancedness(rank_loads(expected_slot_loads(loads, placement), placement.num_ranks))
+    found = balancedness(expected_rank_loads(loads, placement))
     return f"mean {float(found.mean()):.3f}, worst layer {float(found.min()):.3f}"

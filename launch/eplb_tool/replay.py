@@ -3,6 +3,7 @@
 import argparse
 import json
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -11,7 +12,7 @@ from eplb.verdict import Verdict, judge
 from launch.eplb_tool.source import Recorded, read_recorded
 from launch.plan.plan import make_plan
 from launch.plan.question import Question
-from moe_ep.config import ConfigError, ModelConfig, Problem
+from moe_ep.config import ConfigError, EngineConfig, ModelConfig, Problem
 from moe_ep.engine.eplb import next_placement
 from moe_ep.engine.memory import WeightStorage, expert_bytes
 
@@ -46,13 +47,13 @@ def run(args: argparse.Namespace) -> int:
     found = replayed(args, recorded)
     from launch.eplb_tool.report import as_json, print_report
 
+    print_report(found)
     if args.json is not None:
         args.json.write_text(json.dumps(as_json(found), indent=1), encoding="utf-8")
     if args.plot is not None:
         from launch.eplb_tool.plot import draw
 
         draw(found, args.plot)
-    print_report(found)
     return 0
 
 
@@ -65,7 +66,8 @@ def replayed(args: argparse.Namespace, recorded: Recorded) -> Replayed:
         num_nodes=args.num_nodes,
         num_groups=model.n_group if model is not None else 1,
     )
-    policies = replay(_windows(recorded.loads, window), cluster, next_placement)
+    place = partial(next_placement, cost=recorded.cost)
+    policies = replay(_windows(recorded.loads, window), cluster, place)
     return Replayed(
         cluster=cluster,
         num_experts=num_experts,
@@ -97,10 +99,6 @@ def _problems(args: argparse.Namespace, recorded: Recorded) -> list[Problem]:
         fix = "A window is judged by what the one before it taught."
         allowed = f"1 to {num_steps // 2}, half of the {num_steps} recorded steps"
         problems.append(Problem("window", args.window, allowed, fix))
-    if args.num_nodes < 1 or args.ep_size % args.num_nodes:
-        allowed = f"a divisor of {args.ep_size}, the EP size"
-        fix = "Every machine has equally many ranks."
-        problems.append(Problem("num_nodes", args.num_nodes, allowed, fix))
     if args.gpu is not None and args.model is None:
         fix = "Name the model, too: --model."
         problems.append(Problem("gpu", args.gpu, "nothing without --model", fix))
@@ -108,10 +106,9 @@ def _problems(args: argparse.Namespace, recorded: Recorded) -> list[Problem]:
 
 
 def _bytes_per_expert(model: ModelConfig) -> int:
-    is_fp8 = model.quantization == "fp8"
-    dtype = "float32" if model.dtype == "float32" and not is_fp8 else "bfloat16"
-    storage = WeightStorage(dtype=dtype, expert_dtype="fp8" if is_fp8 else dtype)
-    return expert_bytes(model, storage)
+    config = EngineConfig(model="", moe_runner_backend="deep_gemm")
+    config = replace(config, dtype=config.compute_dtype(model))
+    return expert_bytes(model, WeightStorage.of(config, model))
 
 
 def _layer_us(

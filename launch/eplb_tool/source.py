@@ -7,18 +7,21 @@ from pathlib import Path
 
 import torch
 
+from eplb.cost import CostModel
 from eplb.files import FileError, ModelLayers, read_loads
-from moe_ep.config import ConfigError, ModelConfig, Problem
+from moe_ep.config import ConfigError, EngineConfig, ModelConfig, Problem
+from moe_ep.engine.eplb import cost_model
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
     """loads: float64 ``[steps, MoE layers, experts]``. num_dense: layers before them. model: None
-    when it was not named."""
+    when it was not named. cost: what the engine would judge placements by."""
 
     loads: torch.Tensor
     num_dense: int
     model: ModelConfig | None
+    cost: CostModel
 
 
 def read_recorded(args: argparse.Namespace) -> Recorded:
@@ -31,9 +34,16 @@ def read_recorded(args: argparse.Namespace) -> Recorded:
     else:
         num_dense = model.first_k_dense_replace
     problems = _sizes(loads.shape[2], args.ep_size, args.ep_num_redundant_experts)
-    if problems:
+    if problems := problems + _node_problems(args):
         raise ConfigError(problems)
-    return Recorded(loads, num_dense, model)
+    return Recorded(loads, num_dense, model, _cost(args, model))
+
+
+def _cost(args: argparse.Namespace, model: ModelConfig | None) -> CostModel:
+    if model is None:
+        return CostModel(num_nodes=args.num_nodes)
+    price = args.eplb_node_traffic_price
+    return cost_model(EngineConfig(model="", eplb_node_traffic_price=price), model, args.num_nodes)
 
 
 def _read_all(paths: Sequence[Path], model: ModelConfig | None) -> torch.Tensor:
@@ -72,6 +82,22 @@ def _sizes(num_experts: int, num_ranks: int, num_redundant: int) -> list[Problem
         fix = f"Or use --ep-num-redundant-experts {num_redundant + -num_slots % num_ranks}."
         return [Problem("ep_size", num_ranks, allowed, fix)]
     return []
+
+
+def _node_problems(args: argparse.Namespace) -> list[Problem]:
+    problems = []
+    if args.num_nodes < 1 or args.ep_size % args.num_nodes:
+        allowed = f"a divisor of {args.ep_size}, the EP size"
+        fix = "Every machine has equally many ranks."
+        problems.append(Problem("num_nodes", args.num_nodes, allowed, fix))
+    price = args.eplb_node_traffic_price
+    if not 0 <= price < float("inf"):
+        fix = "0 places by balance alone."
+        problems.append(Problem("eplb_node_traffic_price", price, "at least 0", fix))
+    elif price and args.model is None:
+        fix = "Traffic depends on the router's groups: name the model, too."
+        problems.append(Problem("eplb_node_traffic_price", price, "0 without --model", fix))
+    return problems
 
 
 def _names(paths: Sequence[Path]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from launch.flags import option_name
 from launch.plan.plan import Plan, as_json, make_plan
 from launch.plan.question import Question, read_model
 from moe_ep.config import ConfigError, Problem
@@ -76,7 +77,7 @@ def advise(question: Question, goal: Goal) -> Advice:
 
 def _check(question: Question, goal: Goal) -> None:
     wrong = [
-        Problem(name, value, "above 0", f"Change --{name.replace('_', '-')}.")
+        Problem(name, value, "above 0", f"Change {option_name(name)}.")
         for name, value in vars(goal).items()
         if value <= 0
     ]

@@ -16,14 +16,13 @@ FP8_ROW_HEADER = 16  # bytes before a row's values in low-latency mode
 
 @dataclass(frozen=True)
 class Exchange:
-    """Who talks to whom over what. payload: ``fp8`` or ``bfloat16``, of the way out; the way back
-    is BF16. imbalance: rows of the busiest rank over the mean."""
+    """Who talks to whom over what: FP8 on the way out, BF16 on the way back. imbalance: rows of
+    the busiest rank over the mean."""
 
     card: Card
     fabric: Fabric
     model: ModelConfig
     ep_size: int
-    payload: str = "fp8"
     imbalance: float = 1.0
 
     @property
@@ -37,7 +36,7 @@ class Exchange:
 
     def row_bytes(self, way: str) -> float:
         hidden = self.model.hidden_size
-        if way == "combine" or self.payload != "fp8":
+        if way == "combine":
             return 2.0 * hidden
         return hidden + 4 * hidden / 128 + FP8_ROW_HEADER
 

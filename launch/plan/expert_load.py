@@ -23,14 +23,13 @@ def placed_imbalance(file: Path, model: ModelConfig, *, ep_size: int, num_slots:
     ``--init-expert-location`` does it, and each step is then held against that placement. Raises
     ConfigError when the file cannot be used.
     """
-    from eplb.loads import balancedness, expected_slot_loads, rank_loads
+    from eplb.loads import balancedness, expected_rank_loads
     from eplb.rebalance import rebalance
 
     loads = _read(file, model)
     placement = rebalance(loads.sum(0), num_slots=ep_size * num_slots, num_ranks=ep_size)
     ratios = [
-        float((1 / balancedness(rank_loads(expected_slot_loads(step, placement), ep_size))).mean())
-        for step in loads
+        float((1 / balancedness(expected_rank_loads(step, placement))).mean()) for step in loads
     ]
     return sum(ratios) / len(ratios)
 

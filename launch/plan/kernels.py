@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from launch.plan.cards import Card
+from moe_ep.engine.memory import VALUE_BYTES
 
 BLOCK = 128
 SMALL_BLOCK = 64  # rows of a tile where there are no more
 NARROWEST = 0.25  # of a tile's columns, where full ones would leave SMs without work
 # 3,000 of 3,350 GB/s on H800 (deepseek-ai/FlashMLA docs/20250422); no fitted record is bound by it.
 MLA_MEMORY = 0.9
-VALUE_BYTES = {"fp8": 1, "bfloat16": 2}
 # Parameters of one family of cards, by name; see ``parameters``.
 Parameters = Mapping[str, float]
 

@@ -28,8 +28,8 @@ Stages = dict[Stage, Cost]
 @dataclass(frozen=True)
 class Deployment:
     """What runs where. num_slots: experts of a rank in each layer. imbalance: rows of the busiest
-    rank over the mean. weights: ``fp8`` or ``bfloat16``, what products multiply. cache_value_bytes:
-    2 for BF16 latents, 1 for FP8. overlap: two micro-batches take turns."""
+    rank over the mean. cache_value_bytes: 2 for BF16 latents, 1 for FP8. overlap: two
+    micro-batches take turns."""
 
     model: ModelConfig
     card: Card
@@ -37,10 +37,13 @@ class Deployment:
     ep_size: int
     num_slots: int
     imbalance: float = 1.0
-    weights: str = "fp8"
-    payload: str = "fp8"
     cache_value_bytes: int = 2
     overlap: bool = False
+
+    @property
+    def weights(self) -> str:
+        """``fp8`` or ``bfloat16``: what products multiply."""
+        return self.model.quantization or "bfloat16"
 
     @property
     def exchange(self) -> Exchange:
@@ -49,7 +52,6 @@ class Deployment:
             fabric=self.fabric,
             model=self.model,
             ep_size=self.ep_size,
-            payload=self.payload,
             imbalance=self.imbalance,
         )
 

@@ -3,11 +3,11 @@
 from dataclasses import dataclass, fields, replace
 
 from launch.plan.layer import Batch, Deployment
+from moe_ep.config import EngineConfig
 from moe_ep.config.exchange import (
     MASKED_ROW_ALIGNMENT,
     NUM_SMS,
     Mode,
-    align,
     v1_buffer_bytes,
     v1_rounded_capacity,
     v2_buffer_bytes,
@@ -79,13 +79,8 @@ def exchange_sizes(d: Deployment, *, capacity: int, max_tokens: int) -> Exchange
 
 def weight_storage(d: Deployment) -> WeightStorage:
     """As the engine keeps weights with DeepGEMM."""
-    is_fp8 = d.weights == "fp8"
-    return WeightStorage(
-        dtype="bfloat16",
-        keeps_fp8=is_fp8,
-        expert_dtype="fp8" if is_fp8 else "bfloat16",
-        packs_scales=d.card.family == "blackwell",
-    )
+    config = EngineConfig(model="", dtype="bfloat16", moe_runner_backend="deep_gemm")
+    return WeightStorage.of(config, d.model, is_sm100=d.card.family == "blackwell")
 
 
 def rank_memory(
@@ -135,7 +130,7 @@ def _buffers(sizes: ExchangeSizes, backend: str, d: Deployment) -> int:
     if backend == "local":
         return 0
     if backend == "deepep_v2":
-        return v2_buffer_bytes(sizes, is_fp8=d.payload == "fp8")
+        return v2_buffer_bytes(sizes, is_fp8=True)
     return v1_buffer_bytes(sizes).total(sizes)
 
 
@@ -153,7 +148,7 @@ def _activations(d: Deployment, batch: Batch, sizes: ExchangeSizes) -> int:
         rows = d.num_slots * d.ep_size * v1_rounded_capacity(sizes)
     else:
         mean = batch.num_tokens * model.num_experts_per_tok * d.imbalance
-        rows = align(int(mean), 1) + d.num_slots * sizes.row_alignment
+        rows = int(mean) + d.num_slots * sizes.row_alignment
     micro_batches = 2 if d.overlap else 1
     rows = rows // micro_batches if batch.phase == "prefill" else rows
     head_rows = batch.num_tokens if batch.phase == "decode" else max(1.0, batch.num_requests)

@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
 from launch.plan.cards import DATA
 
@@ -80,6 +79,6 @@ def quantile(values: list[float], share: float) -> float:
 
 
 @cache
-def _stored(file: Path = FILE) -> dict[str, dict]:
-    data: dict[str, dict] = json.loads(file.read_text(encoding="utf-8"))
+def _stored() -> dict[str, dict]:
+    data: dict[str, dict] = json.loads(FILE.read_text(encoding="utf-8"))
     return data

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
+from launch.flags import option_name
 from launch.plan.balance import imbalance
 from launch.plan.cards import Card, Fabric, cards, fabrics
 from launch.plan.expert_load import placed_imbalance
@@ -12,13 +13,14 @@ from launch.plan.layer import Batch, Deployment
 from launch.plan.memory import ExchangeSizes, exchange_sizes
 from moe_ep.config import ConfigError, EngineConfig, ModelConfig, Problem, find_problems
 from moe_ep.config.exchange import v1_limit, v2_limit
+from moe_ep.engine.memory import VALUE_BYTES, slots_per_rank
 
 PHASES = ("decode", "prefill")
 BACKENDS = ("deepep", "deepep_v2")
 DEFAULT_BATCHED_TOKENS: int = EngineConfig(model="").max_num_batched_tokens
 # What the engine's own checks call the numbers that a question has.
 ENGINE_NAMES = {"max_model_len": "context", "max_num_seqs": "batch"}
-CACHE_BYTES = {"bfloat16": 2, "fp8": 1}
+CACHE_DTYPES = ("bfloat16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -147,12 +149,12 @@ def _plain_problems(q: Question) -> list[Problem]:
         ("imbalance", q.imbalance, q.imbalance is None or q.imbalance >= 1, "at least 1"),
         ("imbalance", q.imbalance, None in (q.imbalance, file), "nothing with --expert-load"),
         ("prefill_load", q.prefill_load, 0 <= q.prefill_load < 1, "at least 0 and below 1"),
-        ("kv_cache_dtype", q.kv_cache_dtype, q.kv_cache_dtype in CACHE_BYTES,
-         ", ".join(CACHE_BYTES)),
+        ("kv_cache_dtype", q.kv_cache_dtype, q.kv_cache_dtype in CACHE_DTYPES,
+         ", ".join(CACHE_DTYPES)),
         ("moe_a2a_backend", q.moe_a2a_backend, q.moe_a2a_backend in BACKENDS, ", ".join(BACKENDS)),
     )  # fmt: skip
     return [
-        Problem(name, given, allowed, f"Change --{name.replace('_', '-')}.")
+        Problem(name, given, allowed, f"Change {option_name(name)}.")
         for name, given, is_right, allowed in checks
         if not is_right
     ]
@@ -208,7 +210,8 @@ def _limit_problem(q: Question, reason: str) -> Problem:
 
 
 def _deployment(q: Question, model: ModelConfig, card: Card, fabric: Fabric) -> Deployment:
-    num_slots = (model.num_experts + q.ep_num_redundant_experts) // q.ep_size
+    redundant = q.ep_num_redundant_experts
+    num_slots = slots_per_rank(model, ep_size=q.ep_size, num_redundant=redundant)
     if q.expert_load is not None:
         factor = placed_imbalance(q.expert_load, model, ep_size=q.ep_size, num_slots=num_slots)
     else:
@@ -221,7 +224,6 @@ def _deployment(q: Question, model: ModelConfig, card: Card, fabric: Fabric) -> 
         ep_size=q.ep_size,
         num_slots=num_slots,
         imbalance=factor,
-        weights="fp8" if model.quantization == "fp8" else "bfloat16",
-        cache_value_bytes=CACHE_BYTES[q.kv_cache_dtype],
+        cache_value_bytes=VALUE_BYTES[q.kv_cache_dtype],
         overlap=q.enable_two_batch_overlap,
     )

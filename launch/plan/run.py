@@ -3,9 +3,9 @@
 import argparse
 import json
 import sys
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from launch.flags import from_args
 from launch.plan.advice import Goal, advice_json, advise
 from launch.plan.plan import as_json, make_plan
 from launch.plan.question import Question
@@ -21,7 +21,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console()
     if args.validate:
         return _validate(args, console)
-    question = Question(**{f.name: getattr(args, f.name) for f in fields(Question)})
+    question = from_args(Question, args)
     answer = _plan if args.gpus is None else _advise
     return answer(args, question, console)
 
@@ -46,7 +46,7 @@ def _plan(args: argparse.Namespace, question: Question, console: "Console") -> i
 
 
 def _advise(args: argparse.Namespace, question: Question, console: "Console") -> int:
-    goal = Goal(**{f.name: getattr(args, f.name) for f in fields(Goal)})
+    goal = from_args(Goal, args)
     advice = advise(question, goal)
     if args.json:
         _print_json(advice_json(advice, goal))

@@ -15,8 +15,8 @@ from launch.plan.exclusions import reason_against
 from launch.plan.kernels import Parameters, product
 from launch.plan.layer import Batch, Deployment, attention_stages, experts, gate, mlp
 from launch.plan.published import Product, Record, group_of, products, records
+from launch.plan.question import read_model
 from launch.plan.step import step_time
-from moe_ep.config import ModelConfig
 from moe_ep.progress import Stage
 
 # The parameters that a target needs, by what it measures.
@@ -40,10 +40,6 @@ class Target:
     unit: str
     predict: Callable[[Parameters], float]
     note: str = ""
-
-
-def deepseek() -> ModelConfig:
-    return ModelConfig.from_path("deepseek-v3")
 
 
 @cache
@@ -104,7 +100,7 @@ def _card_name(record: Record) -> str:
 
 def _deployment(record: Record, card: Card, *, num_slots: int, x: float = 1.0) -> Deployment:
     return Deployment(
-        model=deepseek(),
+        model=read_model("deepseek-v3"),
         card=card,
         fabric=fabrics()[card.fabric],
         ep_size=record.ep or 1,

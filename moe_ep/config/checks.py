@@ -15,7 +15,12 @@ _AT_LEAST_ONE = (
     "num_kv_blocks", "tbo_token_threshold", "eplb_rebalance_num_iterations", "eplb_bytes_per_step",
     "expert_distribution_recorder_buffer_size",
 )  # fmt: skip
-_AT_LEAST_ZERO = ("seed", "ep_num_redundant_experts", "step_time_interval")
+_AT_LEAST_ZERO = (
+    "seed",
+    "ep_num_redundant_experts",
+    "step_time_interval",
+    "eplb_node_traffic_price",
+)
 
 
 def find_problems(engine: "EngineConfig", model: ModelConfig | None) -> list[Problem]:
@@ -81,7 +86,7 @@ def _why_not(field: "dataclasses.Field[Any]", value: object) -> str | None:
     number: Any = value
     if field.name in _AT_LEAST_ONE and number < 1:
         return "at least 1"
-    if field.name in _AT_LEAST_ZERO and number < 0:
+    if field.name in _AT_LEAST_ZERO and not 0 <= number < float("inf"):
         return "at least 0"
     if field.name == "eplb_min_rebalancing_utilization_threshold" and not 0 <= number <= 1:
         return "at least 0 and at most 1"

@@ -116,6 +116,11 @@ class EngineConfig:
         help="Mean over maximum of the ranks' tokens, 0 to 1, above which experts stay in place.",
         sglang="--eplb-min-rebalancing-utilization-threshold",
     )
+    eplb_node_traffic_price: float = flag(
+        0.0,
+        help="What a token's copy to another machine costs, in (token, expert) pairs that a rank"
+        " computes in the meantime; 0 places experts by balance alone.",
+    )
     eplb_bytes_per_step: int = flag(
         64 << 20,
         help="Most bytes of experts that a rank moves beside one step, or else one expert.",

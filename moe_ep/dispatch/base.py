@@ -83,6 +83,10 @@ class ContiguousLayout:
     alignment: int
 
     @property
+    def num_slots(self) -> int:
+        return len(self.psum)
+
+    @property
     def counts(self) -> torch.Tensor:
         """int32 ``[S]``: rows of each slot."""
         starts = -(-self.psum // self.alignment) * self.alignment
@@ -97,6 +101,10 @@ class MaskedLayout:
     """
 
     counts: torch.Tensor
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.counts)
 
 
 @dataclass(frozen=True)

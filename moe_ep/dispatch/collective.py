@@ -26,11 +26,11 @@ import torch
 from torch.distributed import ProcessGroup
 
 from moe_ep.dispatch.base import Dispatched, Dispatcher, DispatchSpec, Mode, Part, Pending
+from moe_ep.dispatch.encode import encode_rows
 from moe_ep.dispatch.lane import Lane
 from moe_ep.dispatch.layout import (
     Entries,
     LayoutBuffer,
-    encode_rows,
     place,
     sum_order,
     sums,

@@ -12,7 +12,7 @@ import torch
 
 from moe_ep.config.exchange import v1_rounded_capacity
 from moe_ep.dispatch.base import Dispatched, DispatchSpec, MaskedLayout, Pending, T
-from moe_ep.dispatch.encode import encode
+from moe_ep.dispatch.encode import encode_rows
 from moe_ep.dispatch.expand import Expansion, expand
 from moe_ep.fp8 import FP8, ScaleFormat
 
@@ -49,7 +49,7 @@ class NormalMode:
         self, x: torch.Tensor, topk_slots: torch.Tensor, topk_weights: torch.Tensor
     ) -> Pending[Dispatched]:
         spec = self._spec
-        rows, scales = encode(x, spec)
+        rows, scales = encode_rows(x, spec.payload_dtype, spec.scale_format)
         topk_idx = topk_slots.to(self._topk_idx_t).contiguous()
         per_rank, per_rdma_rank, per_slot, is_in_rank, _ = self._buffer.get_dispatch_layout(
             topk_idx, spec.num_slots

@@ -33,7 +33,7 @@ from moe_ep.dispatch.base import (
     Mode,
     Pending,
 )
-from moe_ep.dispatch.encode import encode
+from moe_ep.dispatch.encode import encode_rows
 from moe_ep.dispatch.routing import check_group, check_inputs, check_outputs
 from moe_ep.fp8 import FP8
 
@@ -93,7 +93,7 @@ class DeepEpV2Dispatcher(Dispatcher):
         device."""
         spec = self.spec
         check_inputs(x=x, topk_slots=topk_slots, topk_weights=topk_weights, mode=mode, spec=spec)
-        rows, scales = encode(x, spec)
+        rows, scales = encode_rows(x, spec.payload_dtype, spec.scale_format)
         is_normal = mode is Mode.NORMAL
         received, _, row_weights, handle, event = self._buffer.dispatch(
             rows if scales is None else (rows, scales),

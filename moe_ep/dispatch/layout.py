@@ -20,7 +20,7 @@ from moe_ep.dispatch.base import (
     MaskedLayout,
     Mode,
 )
-from moe_ep.fp8 import FP8, num_blocks, quantize_rows
+from moe_ep.fp8 import FP8, num_blocks
 
 # Rows summed at a time on a CPU: the float32 copies of their terms then stay in cache.
 SUM_ROWS = 128
@@ -87,15 +87,6 @@ def place(entries: Entries, spec: DispatchSpec, mode: Mode) -> Places:
 def sum_order(rows: np.ndarray, num_rows: int) -> np.ndarray:
     """int64 ``[num_rows + 1]``: where the terms of each row start, for rising ``rows [n]``."""
     return np.searchsorted(rows, np.arange(num_rows + 1))
-
-
-def encode_rows(
-    x: torch.Tensor, payload_dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Tokens ``[T, H]`` as they travel: contiguous rows, and their scales when FP8."""
-    if payload_dtype == FP8:
-        return quantize_rows(x)
-    return x.to(payload_dtype).contiguous(), None
 
 
 class LayoutBuffer:

@@ -15,10 +15,10 @@ from torch.distributed import ProcessGroup
 
 from moe_ep import kernels
 from moe_ep.dispatch.base import Dispatched, Dispatcher, DispatchSpec, Mode, Pending, Ready
+from moe_ep.dispatch.encode import encode_rows
 from moe_ep.dispatch.layout import (
     Entries,
     LayoutBuffer,
-    encode_rows,
     place,
     sum_order,
     weighted_sums,

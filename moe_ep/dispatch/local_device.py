@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from moe_ep.dispatch.base import Dispatched, DispatchSpec
-from moe_ep.dispatch.encode import encode
+from moe_ep.dispatch.encode import encode_rows
 
 if TYPE_CHECKING:
     from moe_ep.kernels.permute import Places
@@ -33,7 +33,7 @@ def dispatch_on_device(
     places = place_contiguous(
         topk_slots.contiguous(), num_slots=spec.num_slots, alignment=spec.row_alignment
     )
-    rows, scales = encode(x, spec)
+    rows, scales = encode_rows(x, spec.payload_dtype, spec.scale_format)
     return Dispatched(
         rows=permute(rows, places),
         scales=None if scales is None else permute(scales, places, is_column_major=True),

@@ -156,7 +156,9 @@ class _Assembler:
             step_rules=self.rules,
             progress=self.progress,
             sampling=StepSampling(self.config.step_time_interval, self.progress, self.world),
-            balancer=Balancer(self.config, self.location.placement, decoder.moe_layers, self.world),
+            balancer=Balancer(
+                self.config, self.model, self.location.placement, decoder.moe_layers, self.world
+            ),
         )
 
     def _dispatcher(self) -> Dispatcher:

@@ -8,7 +8,9 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,8 +33,9 @@ from moe_ep.layer import MoELayer
 logger = logging.getLogger(__name__)
 
 TRIVIAL = "trivial"
-# Each expert that moves must take so much off the heaviest rank, as a share of a rank's mean load;
-# below it, windows differ by chance and experts would move for nothing.
+# What a rank loses by fetching an expert, as a share of its work in a window. One of DeepSeek-V3
+# (44 MB in FP8) takes a link of 50 GB/s about 1 ms, and a layer about 1 s in 1,000 decode steps;
+# twice that, as chance makes windows differ, too.
 MOVE_PRICE = 0.002
 
 
@@ -56,12 +59,33 @@ def initial_location(config: EngineConfig, model: ModelConfig, world: World) -> 
     return Location(placement, make_table(placement, world.rank, loads))
 
 
+def cost_model(config: EngineConfig, model: ModelConfig, num_nodes: int) -> CostModel:
+    """What placements are judged by, without the price of moves."""
+    is_grouped = model.topk_method != "greedy"
+    return CostModel(
+        num_nodes=num_nodes,
+        num_groups=model.n_group if is_grouped else 1,
+        topk_group=model.topk_group if is_grouped else 1,
+        num_experts_per_tok=model.num_experts_per_tok,
+        price_per_crossing=config.eplb_node_traffic_price,
+    )
+
+
+def count_nodes(hosts: Sequence[str]) -> int:
+    """Machines, by the host of each rank; 1 where ranks are not numbered machine by machine, as
+    many on each."""
+    names = list(dict.fromkeys(hosts))
+    per_node = len(hosts) // len(names)
+    in_order = [name for name in names for _ in range(per_node)]
+    return len(names) if list(hosts) == in_order else 1
+
+
 def _agreed_file(
     config: EngineConfig, model: ModelConfig, world: World
 ) -> tuple[Placement, torch.Tensor | None]:
     """The placement of the file, and the loads that it was made from if the file has loads."""
     try:
-        placement, loads = _from_file(config, model)
+        placement, loads = _from_file(config, model, count_nodes(world.hosts))
     except FileError as error:
         fix = "Or use --init-expert-location trivial."
         allowed = "a file for this model, these ranks and redundant experts"
@@ -87,7 +111,9 @@ def _trivial(config: EngineConfig, model: ModelConfig) -> Placement:
     )
 
 
-def _from_file(config: EngineConfig, model: ModelConfig) -> tuple[Placement, torch.Tensor | None]:
+def _from_file(
+    config: EngineConfig, model: ModelConfig, num_nodes: int
+) -> tuple[Placement, torch.Tensor | None]:
     path = config.init_expert_location
     layers = ModelLayers(model.num_moe_layers, model.first_k_dense_replace, model.num_experts)
     kind, values = read_file(path)
@@ -97,7 +123,8 @@ def _from_file(config: EngineConfig, model: ModelConfig) -> tuple[Placement, tor
         placement = fit_placement(path, values, layers, num_slots=num_slots, num_ranks=num_ranks)
         return placement, None
     loads = fit_loads(path, values, layers).sum(0)
-    return rebalance(loads, num_slots=num_slots, num_ranks=num_ranks), loads
+    cost = cost_model(config, model, num_nodes)
+    return rebalance(loads, num_slots=num_slots, num_ranks=num_ranks, cost=cost), loads
 
 
 class EngineSlots:
@@ -158,6 +185,7 @@ class Balancer:
     def __init__(
         self,
         config: EngineConfig,
+        model: ModelConfig,
         placement: Placement,
         layers: Sequence[MoELayer],
         world: World,
@@ -166,7 +194,8 @@ class Balancer:
         self._slots = EngineSlots(layers, placement.of_rank(world.rank), world.device)
         self._manager = None
         if config.enable_eplb:
-            self._manager = _manager(config, placement, self._slots, world)
+            cost = cost_model(config, model, count_nodes(world.hosts))
+            self._manager = _manager(config, placement, self._slots, world, cost)
         self.recorder = None
         if config.expert_distribution_recorder_mode != "off":
             num_steps = config.expert_distribution_recorder_buffer_size
@@ -204,7 +233,7 @@ class Balancer:
 
 
 def _manager(
-    config: EngineConfig, placement: Placement, slots: EngineSlots, world: World
+    config: EngineConfig, placement: Placement, slots: EngineSlots, world: World, cost: CostModel
 ) -> Manager:
     hosts = sorted(set(world.hosts))
     return Manager(
@@ -213,7 +242,7 @@ def _manager(
         nodes=[hosts.index(host) for host in world.hosts],
         group=dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout_s)),
         slots=slots,
-        rebalance=next_placement,
+        rebalance=partial(next_placement, cost=cost),
         make_table=DISPATCH_ALGORITHMS[config.ep_dispatch_algorithm],
         settings=Settings(
             num_iterations=config.eplb_rebalance_num_iterations,
@@ -224,7 +253,12 @@ def _manager(
     )
 
 
-def next_placement(loads: torch.Tensor, current: Placement) -> Placement:
-    """The placement to have under loads ``[L, E]``: near the one in force, unless it pays."""
-    mean = float(loads.sum(1).double().mean()) / current.num_ranks
-    return improve(current, loads, cost=CostModel(price_per_move=MOVE_PRICE * mean))
+def next_placement(loads: torch.Tensor, current: Placement, cost: CostModel) -> Placement:
+    """The placement to have under loads ``[L, E]``: the one in force, but for what pays to move.
+
+    cost: without a price of moves. Ranks fetch side by side, so of the moves of all ranks each
+    costs its part.
+    """
+    work = float(loads.sum(1).double().mean()) / current.num_ranks
+    price = MOVE_PRICE * work / current.num_ranks
+    return improve(current, loads, cost=replace(cost, price_per_move=price))

@@ -23,9 +23,10 @@ class WeightStorage:
     dtype: compute type, ``bfloat16`` or ``float32``. keeps_fp8: dense projections stay as an FP8
     checkpoint has them. expert_dtype: ``fp8`` or the compute type. expert_row_multiple: rows of
     gate, and of up, are padded to it. packs_scales: scales are four exponents in an int32, one per
-    row and 512 columns (SM100), instead of one float32 per block. is_cpu: dense
-    weights are packed; W_UK and W_UV are kept once more for the absorb path, and a head that is
-    tied to the embedding lies apart from it.
+    row and 512 columns (SM100), instead of one float32 per block. is_cpu: dense weights are packed;
+    W_UK and W_UV are kept once more for the absorb path, and a head that is tied to the embedding
+    lies apart from it. is_widened: also, weights of BF16 products are kept in float32, as on CPUs
+    without instructions for BF16 (``attention.products``).
     """
 
     dtype: str
@@ -34,6 +35,7 @@ class WeightStorage:
     expert_row_multiple: int = 1
     packs_scales: bool = False
     is_cpu: bool = False
+    is_widened: bool = False
 
     @classmethod
     def of(
@@ -43,6 +45,7 @@ class WeightStorage:
         *,
         is_sm100: bool = False,
         is_cpu: bool = False,
+        is_widened: bool = False,
     ) -> "WeightStorage":
         """config: resolved, with the experts' backend named."""
         runner, is_fp8 = config.moe_runner_backend, model.quantization == "fp8"
@@ -54,11 +57,14 @@ class WeightStorage:
             expert_row_multiple=FP8_BLOCK if runner == "triton" else 1,
             packs_scales=is_sm100 and is_library,
             is_cpu=is_cpu,
+            is_widened=is_widened,
         )
 
     def matrix(self, rows: int, cols: int, dtype: str | None = None) -> int:
-        """Bytes of ``[rows, cols]`` and of its scales."""
+        """Bytes of a weight ``[rows, cols]`` of a product, and of its scales."""
         dtype = dtype or self.dtype
+        if self.is_widened and dtype == "bfloat16":
+            dtype = "float32"
         return rows * cols * VALUE_BYTES[dtype] + (
             self._scales(rows, cols) if dtype == "fp8" else 0
         )
@@ -104,11 +110,11 @@ def slots_per_rank(model: ModelConfig, *, ep_size: int, num_redundant: int) -> i
 def weight_bytes(model: ModelConfig, storage: WeightStorage, *, num_slots: int) -> WeightBytes:
     """num_slots: of this rank, in every MoE layer."""
     hidden, num_moe = model.hidden_size, model.num_moe_layers
-    vocabulary = storage.matrix(model.vocab_size, hidden)
+    head = storage.matrix(model.vocab_size, hidden)
     shared = model.num_shared_experts * model.moe_intermediate_size
     return WeightBytes(
-        embedding=vocabulary,
-        head=0 if model.tie_word_embeddings and not storage.is_cpu else vocabulary,
+        embedding=model.vocab_size * hidden * VALUE_BYTES[storage.dtype],
+        head=0 if model.tie_word_embeddings and not storage.is_cpu else head,
         attention=model.num_layers * attention_bytes(model, storage),
         dense_mlp=model.first_k_dense_replace * _mlp(storage, hidden, model.intermediate_size),
         shared_experts=num_moe * _mlp(storage, hidden, shared) if shared else 0,
@@ -133,7 +139,7 @@ def attention_bytes(model: ModelConfig, storage: WeightStorage) -> int:
     if model.attention_bias:
         # One product has one bias: where only the latent has one, the query's part is zeros.
         biases += q_out if model.q_lora_rank is None else 0
-        total += biases * VALUE_BYTES[storage.dtype]
+        total += storage.matrix(1, biases)
     copies = 2 if storage.is_cpu else 1
     return total + copies * storage.matrix(folded, model.kv_lora_rank)
 

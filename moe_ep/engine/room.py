@@ -10,6 +10,7 @@ import psutil
 import torch
 
 from attention import BLOCK_SIZE
+from attention.products import product_dtype
 from moe_ep.config import EngineConfig, ModelConfig
 from moe_ep.engine.kv_blocks import blocks_needed
 from moe_ep.engine.memory import WeightStorage, weight_bytes
@@ -48,7 +49,11 @@ class Room:
         device = self.world.device
         is_sm100 = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
         storage = WeightStorage.of(
-            self.config, self.model, is_sm100=is_sm100, is_cpu=device.type == "cpu"
+            self.config,
+            self.model,
+            is_sm100=is_sm100,
+            is_cpu=device.type == "cpu",
+            is_widened=product_dtype(torch.bfloat16, device) is torch.float32,
         )
         needed = weight_bytes(self.model, storage, num_slots=num_slots)
         free = self.free_bytes()

@@ -19,7 +19,7 @@ from moe_ep.engine.graphs import StepGraphs
 from moe_ep.engine.micro_batches import TokenCost, split
 from moe_ep.engine.request import SampledToken, TokenLogprobs
 from moe_ep.engine.sampler import Sampler, prompt_logprobs
-from moe_ep.engine.step_input import MicroBatch, make_step_input, whole_batch
+from moe_ep.engine.step_input import MicroBatch, last_rows, make_step_input, whole_batch
 from moe_ep.engine.step_shape import StepShape
 from moe_ep.model.decoder import Decoder, StepInput
 from moe_ep.progress import Stage
@@ -61,7 +61,9 @@ class Runner:
         rows = [out[: part.num_tokens] for out, part in zip(outs, parts, strict=True)]
         hidden = rows[0] if len(rows) == 1 else torch.cat(rows)  # in token order
         progress.enter(Stage.HEAD)
-        sampled = self._sample(hidden if only_last else hidden[_sampled_rows(batch)], batch)
+        sampled = self._sample(
+            hidden if only_last else hidden[last_rows(whole_batch(batch))], batch
+        )
         if not only_last:
             for request_id, entries in self._prompt_logprobs(hidden, batch).items():
                 token = sampled.get(request_id, SampledToken(None))
@@ -150,14 +152,3 @@ class Runner:
 
 def _wants_prompt_logprobs(batch: ScheduledBatch) -> bool:
     return any(chunk.prompt_logprob_rows for chunk in batch.prefills)
-
-
-def _sampled_rows(batch: ScheduledBatch) -> list[int]:
-    """Row of the last known token of each of ``batch.sampling_requests``, in the same order."""
-    rows = list(range(batch.num_decode_tokens))
-    end = batch.num_decode_tokens
-    for chunk in batch.prefills:
-        end += chunk.length
-        if chunk.is_last:
-            rows.append(end - 1)
-    return rows

@@ -4,6 +4,7 @@ import torch
 
 from moe_ep.config import EngineConfig, ModelConfig
 from moe_ep.dispatch import DispatchSpec, Mode
+from moe_ep.engine.memory import slots_per_rank
 from moe_ep.engine.step_shape import OverlapRules, StepRules
 from moe_ep.experts import ExpertSpec
 from moe_ep.fp8 import ScaleFormat
@@ -28,7 +29,7 @@ def step_rules(config: EngineConfig) -> StepRules:
 
 
 def expert_spec(config: EngineConfig, model: ModelConfig, device: torch.device) -> ExpertSpec:
-    num_slots = _num_slots_per_rank(config, model)
+    num_slots = _num_slots(config, model)
     rows = step_rules(config).capacity * model.num_experts_per_tok  # that a full rank sends
     return ExpertSpec(
         num_slots=num_slots,
@@ -54,7 +55,7 @@ def dispatch_spec(
         hidden=model.hidden_size,
         num_topk=model.num_experts_per_tok,
         num_ranks=config.ep_size,
-        num_slots_per_rank=_num_slots_per_rank(config, model),
+        num_slots_per_rank=_num_slots(config, model),
         max_tokens_per_rank=config.max_num_batched_tokens,
         capacity=step_rules(config).capacity,
         payload_dtype=DTYPES[config.ep_dispatch_dtype],
@@ -65,5 +66,6 @@ def dispatch_spec(
     )
 
 
-def _num_slots_per_rank(config: EngineConfig, model: ModelConfig) -> int:
-    return (model.num_experts + config.ep_num_redundant_experts) // config.ep_size
+def _num_slots(config: EngineConfig, model: ModelConfig) -> int:
+    redundant = config.ep_num_redundant_experts
+    return slots_per_rank(model, ep_size=config.ep_size, num_redundant=redundant)

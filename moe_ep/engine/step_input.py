@@ -49,6 +49,12 @@ def whole_batch(batch: ScheduledBatch) -> MicroBatch:
     return MicroBatch(decodes + prefills, len(decodes))
 
 
+def last_rows(batch: MicroBatch) -> list[int]:
+    """Rows of the requests' last known tokens, of those whose last one is here, in order."""
+    ends = accumulate(piece.length for piece in batch.pieces)
+    return [end - 1 for end, piece in zip(ends, batch.pieces, strict=True) if piece.is_last]
+
+
 def attention_batch(batch: MicroBatch, num_padded_tokens: int) -> AttentionBatch:
     return AttentionBatch(
         num_decodes=batch.num_decodes,
@@ -103,13 +109,10 @@ def make_step_input(
 
 
 def _last_tokens(batch: MicroBatch, step: StepInput, attention: AttentionBackend) -> LastTokens:
-    ends = accumulate(piece.length for piece in batch.pieces)
-    found = [
-        (end - 1, piece) for end, piece in zip(ends, batch.pieces, strict=True) if piece.is_last
-    ]
-    pieces = [Piece(piece.request, piece.start + piece.length - 1, 1) for _, piece in found]
+    lasts = [piece for piece in batch.pieces if piece.is_last]
+    pieces = [Piece(request, start + length - 1, 1) for request, start, length in lasts]
     device = step.token_ids.device
-    rows = torch.tensor([row for row, _ in found], dtype=torch.int64).to(device)
+    rows = torch.tensor(last_rows(batch), dtype=torch.int64).to(device)
     alone = replace(
         step,
         token_ids=step.token_ids[rows],

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from moe_ep.dispatch.base import Dispatched
-from moe_ep.fp8 import ScaleFormat
+from moe_ep.fp8 import FP8, ScaleFormat
 
 CPU = torch.device("cpu")
 
@@ -51,6 +51,30 @@ class ExpertWeights:
     gate_scale: torch.Tensor | None = None
     up_scale: torch.Tensor | None = None
     down_scale: torch.Tensor | None = None
+
+
+def check_slot(slot: int, spec: ExpertSpec) -> None:
+    """Raises IndexError when the bank has no such slot."""
+    if not 0 <= slot < spec.num_slots:
+        raise IndexError(f"slot {slot} is not one of 0 to {spec.num_slots - 1}")
+
+
+def check_rows(dispatched: Dispatched, spec: ExpertSpec) -> None:
+    """Raises ValueError when the rows are not those of a bank of this spec; reads no counts."""
+    rows, num_slots = dispatched.rows, dispatched.layout.num_slots
+    if num_slots != spec.num_slots or rows.shape[-1] != spec.hidden:
+        raise ValueError(
+            f"expected {spec.num_slots} slots and rows of width {spec.hidden},"
+            f" got {num_slots} slots and rows of shape {list(rows.shape)}"
+        )
+
+
+def check_scales(dispatched: Dispatched) -> None:
+    """Raises ValueError when FP8 rows come without scales, or other rows with them."""
+    rows, scales = dispatched.rows, dispatched.scales
+    if (rows.dtype is FP8) != (scales is not None):
+        given = "with" if scales is not None else "without"
+        raise ValueError(f"rows of {rows.dtype} came {given} scales; FP8 rows, and no others, do")
 
 
 class Experts(ABC):

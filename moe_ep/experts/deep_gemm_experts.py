@@ -17,11 +17,17 @@ import torch.nn.functional as F
 from moe_ep import kernels
 from moe_ep.deep_gemm_library import DeepGemm, find_problem
 from moe_ep.dispatch.base import ContiguousLayout, Dispatched, MaskedLayout
-from moe_ep.experts.base import Experts, ExpertSpec, ExpertWeights
-from moe_ep.fp8 import BLOCK, FP8, dequantize_rows, num_blocks
+from moe_ep.experts.base import (
+    Experts,
+    ExpertSpec,
+    ExpertWeights,
+    check_rows,
+    check_scales,
+    check_slot,
+)
+from moe_ep.fp8 import BLOCK, FP8, dequantize_rows, new_nan, num_blocks
 
 BF16 = torch.bfloat16
-NAN_CODE = 0x7F  # in e4m3
 BF16_MULTIPLE = 64  # columns that the library's BF16 products take at a time
 
 # What the library multiplies: a BF16 tensor, or FP8 and its scales.
@@ -91,8 +97,7 @@ class DeepGemmExperts(Experts):
         Raises IndexError for a slot out of range, ValueError for a wrong shape or dtype, and for
         scales that are missing or too many; the slot then keeps what it held.
         """
-        if not 0 <= slot < self.spec.num_slots:
-            raise IndexError(f"slot {slot} is not one of 0 to {self.spec.num_slots - 1}")
+        check_slot(slot, self.spec)
         hidden, intermediate = self.spec.hidden, self.spec.intermediate
         self._check("gate", weights.gate, weights.gate_scale, (intermediate, hidden))
         self._check("up", weights.up, weights.up_scale, (intermediate, hidden))
@@ -175,7 +180,7 @@ class DeepGemmExperts(Experts):
         shape, device = (self.spec.num_slots, num_rows, num_cols), self.spec.device
         if not self.spec.is_fp8:
             return _Bank(torch.full(shape, torch.nan, dtype=BF16, device=device), None)
-        weights = torch.full(shape, NAN_CODE, dtype=torch.uint8, device=device).view(FP8)
+        weights = new_nan(shape, device)
         scales = self.library.empty_weight_scales(shape[0], shape[1:], device)
         return _Bank(weights, scales.fill_(1))
 
@@ -208,19 +213,13 @@ class DeepGemmExperts(Experts):
             raise ValueError(f"{name}_scale must have shape {blocks} in float32, got {given}")
 
     def _check_rows(self, dispatched: Dispatched) -> None:
-        rows, scales, layout = dispatched.rows, dispatched.scales, dispatched.layout
+        check_rows(dispatched, self.spec)
+        check_scales(dispatched)
+        layout = dispatched.layout
         if isinstance(layout, MaskedLayout):
-            slots, name, size = layout.counts, "C", rows.shape[1]
+            name, size = "C", dispatched.rows.shape[1]
         else:
-            slots, name, size = layout.psum, "alignment", layout.alignment
-        if len(slots) != self.spec.num_slots or rows.shape[-1] != self.spec.hidden:
-            raise ValueError(
-                f"expected {self.spec.num_slots} slots and rows of width {self.spec.hidden},"
-                f" got {len(slots)} slots and rows of shape {list(rows.shape)}"
-            )
-        if (rows.dtype is FP8) != (scales is not None):
-            given = "with" if scales is not None else "without"
-            raise ValueError(f"rows of {rows.dtype} came {given} scales; FP8 rows, no others, do")
+            name, size = "alignment", layout.alignment
         if size % self.row_alignment:
             raise ValueError(f"{name}: {size} given, must be a multiple of {self.row_alignment}")
         self.library.check_alignment()

@@ -19,7 +19,14 @@ import torch
 import torch.nn.functional as F
 
 from moe_ep.dispatch.base import ContiguousLayout, Dispatched
-from moe_ep.experts.base import Experts, ExpertSpec, ExpertWeights
+from moe_ep.experts.base import (
+    Experts,
+    ExpertSpec,
+    ExpertWeights,
+    check_rows,
+    check_scales,
+    check_slot,
+)
 from moe_ep.fp8 import FP8, dequantize_blocks, dequantize_rows, quantize_rows
 from moe_ep.linear import Linear
 
@@ -72,8 +79,7 @@ class TorchExperts(Experts):
         Raises IndexError for a slot out of range, ValueError for a wrong shape or dtype, for FP8
         without its scale and for a scale without FP8; the slot then keeps what it held.
         """
-        if not 0 <= slot < self.spec.num_slots:
-            raise IndexError(f"slot {slot} is not one of 0 to {self.spec.num_slots - 1}")
+        check_slot(slot, self.spec)
         hidden, intermediate, dtype = self.spec.hidden, self.spec.intermediate, self.spec.dtype
         gate = _restore("gate", weights.gate, weights.gate_scale, (intermediate, hidden), dtype)
         up = _restore("up", weights.up, weights.up_scale, (intermediate, hidden), dtype)
@@ -98,7 +104,8 @@ class TorchExperts(Experts):
     def __call__(self, dispatched: Dispatched) -> torch.Tensor:
         """See ``Experts``. Raises ValueError when the rows or the layout do not fit the spec, and
         RuntimeError when a slot that was never loaded has rows."""
-        _check_rows(dispatched, self.spec)
+        check_rows(dispatched, self.spec)
+        check_scales(dispatched)
         slots = slots_with_rows(dispatched)
         rows = dispatched.rows.flatten(0, -2)
         out = rows.new_empty(rows.shape, dtype=self.spec.dtype)
@@ -180,19 +187,6 @@ def slots_with_rows(dispatched: Dispatched) -> list[SlotRows]:
         raise ValueError(f"counts {counts} do not fit rows of shape {list(rows.shape)}")
     slots = zip(range(len(counts)), starts, counts, strict=True)
     return [SlotRows(slot, start, start + count) for slot, start, count in slots if count]
-
-
-def _check_rows(dispatched: Dispatched, spec: ExpertSpec) -> None:
-    rows, scales = dispatched.rows, dispatched.scales
-    num_slots = len(dispatched.layout.counts)
-    if num_slots != spec.num_slots or rows.shape[-1] != spec.hidden:
-        raise ValueError(
-            f"expected {spec.num_slots} slots and rows of width {spec.hidden},"
-            f" got {num_slots} slots and rows of shape {list(rows.shape)}"
-        )
-    if (rows.dtype is FP8) != (scales is not None):
-        given = "with" if scales is not None else "without"
-        raise ValueError(f"rows of {rows.dtype} came {given} scales; FP8 rows, and no others, do")
 
 
 def _is_gapless(slots: list[SlotRows], num_rows: int) -> bool:

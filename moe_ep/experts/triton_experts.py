@@ -13,11 +13,15 @@ Shape letters: S slots, H hidden, I expert intermediate, P: I rounded up to a mu
 
 import torch
 
-from moe_ep.dispatch.base import ContiguousLayout, Dispatched, MaskedLayout
-from moe_ep.experts.base import Experts, ExpertSpec, ExpertWeights
-from moe_ep.fp8 import BLOCK, FP8, num_blocks
-
-_NAN_CODE = 0x7F  # e4m3
+from moe_ep.dispatch.base import Dispatched, MaskedLayout
+from moe_ep.experts.base import (
+    Experts,
+    ExpertSpec,
+    ExpertWeights,
+    check_rows,
+    check_slot,
+)
+from moe_ep.fp8 import BLOCK, FP8, new_nan, num_blocks
 
 
 class _Weight:
@@ -27,8 +31,7 @@ class _Weight:
         shape = (spec.num_slots, num_rows, num_cols)
         self.scales: torch.Tensor | None = None
         if spec.is_fp8:
-            codes = torch.full(shape, _NAN_CODE, dtype=torch.uint8, device=spec.device)
-            self.values = codes.view(FP8)
+            self.values = new_nan(shape, spec.device)
             blocks = (spec.num_slots, num_blocks(num_rows), num_blocks(num_cols))
             self.scales = torch.full(blocks, torch.nan, device=spec.device)
         else:
@@ -81,8 +84,7 @@ class TritonExperts(Experts):
         Raises IndexError for a slot out of range, ValueError for a wrong shape or dtype, for FP8
         without its scale and for a scale without FP8; the slot then keeps what it held.
         """
-        if not 0 <= slot < self.spec.num_slots:
-            raise IndexError(f"slot {slot} is not one of 0 to {self.spec.num_slots - 1}")
+        check_slot(slot, self.spec)
         hidden, intermediate = self.spec.hidden, self.spec.intermediate
         _check("gate", weights.gate, weights.gate_scale, (intermediate, hidden), self.spec)
         _check("up", weights.up, weights.up_scale, (intermediate, hidden), self.spec)
@@ -99,7 +101,9 @@ class TritonExperts(Experts):
         from moe_ep.kernels.grouped_gemm import grouped_gemm
         from moe_ep.kernels.swiglu import swiglu
 
-        _check_rows(dispatched, self.spec)
+        check_rows(dispatched, self.spec)
+        if dispatched.rows.dtype not in (FP8, torch.bfloat16):
+            raise ValueError(f"rows must be {FP8} or bfloat16, got {dispatched.rows.dtype}")
         layout = dispatched.layout
         # Masked rows have far more room than they need; contiguous ones about what they need.
         expected_rows = self.spec.expected_rows if isinstance(layout, MaskedLayout) else None
@@ -153,15 +157,3 @@ def _check(
         raise ValueError(
             f"{name}_scale must be float32 {list(blocks)}, got {scale.dtype} {list(scale.shape)}"
         )
-
-
-def _check_rows(dispatched: Dispatched, spec: ExpertSpec) -> None:
-    rows, layout = dispatched.rows, dispatched.layout
-    num_slots = len(layout.psum if isinstance(layout, ContiguousLayout) else layout.counts)
-    if num_slots != spec.num_slots or rows.shape[-1] != spec.hidden:
-        raise ValueError(
-            f"expected {spec.num_slots} slots and rows of width {spec.hidden},"
-            f" got {num_slots} slots and rows of shape {list(rows.shape)}"
-        )
-    if rows.dtype not in (FP8, torch.bfloat16):
-        raise ValueError(f"rows must be {FP8} or bfloat16, got {rows.dtype}")

@@ -16,6 +16,8 @@ from moe_ep.model.norm import RMSNorm
 from moe_ep.model.rope import RotaryEmbedding
 from tests.compare import assert_bits_equal, assert_rows_close
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
+
 NUM_BLOCKS, MAX_POSITIONS = 16, 512
 YARN = {
     "rope_type": "yarn",

@@ -21,6 +21,8 @@ from tests.attention.cases import (
 )
 from tests.compare import assert_bits_equal, assert_rows_close
 
+pytestmark = pytest.mark.usefixtures("bf16_products")
+
 DTYPES = [torch.float32, torch.bfloat16]
 # A bfloat16 score is rounded to 2^-9 of itself and the scores here reach about 10, which moves a
 # probability by 2%; rounded keys, values and probabilities add to it.

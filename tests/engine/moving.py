@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 import moe_ep.engine.eplb as glue
+from eplb.cost import CostModel
 from eplb.placement import Placement
 from eplb.status import EplbStatus
 from moe_ep.config import EngineConfig
@@ -44,7 +45,7 @@ class Run:
     error: str | None
 
 
-def shuffled(loads: torch.Tensor, current: Placement) -> Placement:
+def shuffled(loads: torch.Tensor, current: Placement, cost: CostModel) -> Placement:
     table = current.physical_to_logical
     return random_placement(
         int((table * torch.arange(table.numel()).view_as(table)).sum()),

@@ -83,7 +83,7 @@ def staying_worker(
         return torch.stack([layer.router.slot_table for layer in layers])
 
     with (
-        patch.object(glue, "next_placement", lambda loads, placement: placement),
+        patch.object(glue, "next_placement", lambda loads, placement, cost: placement),
         patch.object(Engine, "create", kept),
     ):
         engine_worker(info, config, requests)

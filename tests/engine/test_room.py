@@ -6,12 +6,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from attention import products
 from moe_ep.config import EngineConfig, ModelConfig
 from moe_ep.engine import room
 from moe_ep.engine.assemble import assemble
 from moe_ep.engine.memory import WeightStorage, weight_bytes
 from moe_ep.engine.room import Room
-from moe_ep.engine.world import World
+from tests.engine.driver import world_alone
 
 CONFIG = EngineConfig(
     model="deepseek-v3",
@@ -36,8 +37,11 @@ def test_ranks_of_a_host_share_its_memory(monkeypatch: pytest.MonkeyPatch):
     assert make_room(monkeypatch, 1001).free_bytes() == 500
 
 
-def test_weights_fit_or_the_numbers_are_told(monkeypatch: pytest.MonkeyPatch):
-    needed = weight_bytes(MODEL, WeightStorage(dtype="bfloat16", is_cpu=True), num_slots=64)
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_weights_fit_or_the_numbers_are_told(monkeypatch: pytest.MonkeyPatch, has_bf16: bool):
+    monkeypatch.setattr(products, "cpu_has_bf16", lambda: has_bf16)
+    storage = WeightStorage(dtype="bfloat16", is_cpu=True, is_widened=not has_bf16)
+    needed = weight_bytes(MODEL, storage, num_slots=64)
     make_room(monkeypatch, 2 * needed.total).check_weights(64)
     with pytest.raises(MemoryError) as refused:
         make_room(monkeypatch, 2 * needed.total - 2).check_weights(64)
@@ -66,4 +70,4 @@ def test_a_model_that_cannot_fit_is_refused_before_it_is_made(monkeypatch: pytes
     make_room(monkeypatch, 1 << 30)
     config = replace(CONFIG, ep_size=1, load_format="dummy", moe_a2a_backend="auto")
     with pytest.raises(MemoryError, match="ep_size: 1 given"):
-        assemble(config, World(rank=0, num_ranks=1, store=None, timeout_s=1.0))
+        assemble(config, world_alone())

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from attention import products
 from launch.plan.memory import draft_bytes
 from launch.plan.plan import make_plan
 from launch.plan.question import Question
@@ -110,6 +111,22 @@ def test_a_loaded_engine_allocates_what_the_plan_counts(case: str):
     assert parts.info.kv_cache_bytes == tokens * cache_bytes_per_token(model, 4)
 
 
+@pytest.mark.parametrize("has_bf16", [True, False])
+def test_bf16_weights_on_cpus_take_what_the_plan_counts(
+    has_bf16: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if has_bf16 and not products.cpu_has_bf16():
+        pytest.skip("this CPU has no BF16 instructions")
+    monkeypatch.setattr(products, "cpu_has_bf16", lambda: has_bf16)
+    model_path = str(tiny_checkpoint("v3", dtype="bfloat16").path)
+    config = EngineConfig(model=model_path, num_kv_blocks=7, max_num_seqs=4, enforce_eager=True)
+    parts = assemble(config, World(rank=0, num_ranks=1, store=None, timeout_s=30))
+    model = ModelConfig.from_path(model_path)
+    storage = WeightStorage("bfloat16", is_cpu=True, is_widened=not has_bf16)
+    planned = weight_bytes(model, storage, num_slots=model.num_experts)
+    assert allocated_bytes(parts.decoder) == planned.total
+
+
 @pytest.mark.parametrize("major", [9, 10])
 def test_fp8_weights_of_the_library_take_what_the_plan_counts(major: int):
     model_path = str(tiny_checkpoint("v3-wide", dtype="bfloat16", fp8=True).path)
@@ -126,7 +143,13 @@ def test_fp8_weights_of_the_library_take_what_the_plan_counts(major: int):
         parts = assemble(config, World(rank=0, num_ranks=1, store=None, timeout_s=30))
         held = allocated_bytes(parts.decoder)
     resolved, _ = config.resolve(model)
-    storage = WeightStorage.of(resolved, model, is_sm100=major == 10, is_cpu=True)
+    storage = WeightStorage.of(
+        resolved,
+        model,
+        is_sm100=major == 10,
+        is_cpu=True,
+        is_widened=not products.cpu_has_bf16(),
+    )
     planned = weight_bytes(model, storage, num_slots=model.num_experts)
     # On SM100 scales that are no powers of two are made anew, in whole blocks of rows.
     first = (model.q_lora_rank or 0) + model.latent_dim
