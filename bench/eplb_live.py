@@ -4,8 +4,9 @@
 requests that continue verse and, behind them, as many that continue code; so the experts in demand
 change in mid-run. Engines without EPLB (and without redundant experts), with it, and with balanced
 dispatch, too, take turns, all over the same requests: steps are the same in all, and texts must be,
-in float32. Ranks share the machine's cores, so step times tell of stalls more than of balance;
-balance is in what is counted: tokens of each rank, layer and step.
+in float32. Where ranks share cores, the time of a step tells of stalls more than of balance. So of
+each layer and step what counts is the slowest rank: the tokens that its experts got, and the CPU
+time that they took, which others' use of the core does not change.
 
 Prints tables, and one JSON object last.
 """
@@ -13,156 +14,27 @@ Prints tables, and one JSON object last.
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
+from bench.eplb_live_run import (
+    BALANCED,
+    OFF,
+    ON,
+    TIMEOUT_S,
+    Run,
+    config_of,
+    make_requests,
+    run_rank,
+)
 from bench.ranks import run_ranks
-from eplb import balancedness
-from eplb.loads import work_of_slowest
-from eplb.status import EplbStatus
-from moe_ep.config import EngineConfig
-from moe_ep.engine.engine import Engine
-from moe_ep.engine.request import EngineRequest, SamplingParams
 from moe_ep.engine.world import World
 
-TIMEOUT_S = 120.0
-DEMO = Path(__file__).parent.parent / "launch" / "demo"
-OFF, ON, BALANCED = "off", "on", "on, balanced"
-KINDS = ("verse", "code")
-PROMPT_TOKENS = 200
 TABLE_WIDTH = 110
-
-
-@dataclass(frozen=True)
-class RankRun:
-    """One rank's steps. tokens: int64 ``[N, L]``, that its experts got in each step. turn: the step
-    in which its first request of the second kind gave a token."""
-
-    step_s: list[float]
-    tokens: torch.Tensor
-    turn: int
-    texts: dict[str, list[int]]
-    eplb: EplbStatus | None
-
-
-@dataclass(frozen=True, eq=False)
-class Run:
-    """All ranks of one engine. rank_tokens: ``[N, L, R]``. step_s: of the slowest rank. statuses:
-    one per rank, empty without EPLB. turn: before it no rank continues code."""
-
-    arm: str
-    rank_tokens: torch.Tensor
-    step_s: list[float]
-    turn: int
-    texts: dict[str, list[int]]
-    statuses: list[EplbStatus]
-
-    @classmethod
-    def of(cls, arm: str, ranks: Sequence[RankRun]) -> "Run":
-        return cls(
-            arm=arm,
-            rank_tokens=torch.stack([rank.tokens for rank in ranks], dim=-1),
-            step_s=[max(times) for times in zip(*(rank.step_s for rank in ranks), strict=True)],
-            turn=min(rank.turn for rank in ranks),
-            texts={key: ids for rank in ranks for key, ids in rank.texts.items()},
-            statuses=[rank.eplb for rank in ranks if rank.eplb is not None],
-        )
-
-    @property
-    def median_step_s(self) -> float:
-        return statistics.median(self.step_s)
-
-    @property
-    def longest_stall_s(self) -> float:
-        return max((status.longest_stall_s for status in self.statuses), default=0.0)
-
-    def balance(self, window: int) -> torch.Tensor:
-        """``[W, L]``: balancedness of the tokens of each window of steps."""
-        whole = self.rank_tokens[: len(self.rank_tokens) // window * window]
-        windows = whole.unflatten(0, (-1, window)).sum(1)
-        return balancedness(windows.flatten(0, 1)).unflatten(0, windows.shape[:2])
-
-    def work(self, *, decodes_only: bool = False) -> float:
-        """Tokens of the slowest rank of each layer and step. Steps with a prompt have more tokens
-        than most."""
-        totals = self.rank_tokens.sum((1, 2))
-        steps = totals <= totals.median() if decodes_only else totals >= 0
-        return work_of_slowest(self.rank_tokens[steps].flatten(0, 1))
-
-
-def make_requests(num_ranks: int, per_kind: int, num_new: int) -> list[list[EngineRequest]]:
-    """By rank: as many of each kind, one kind behind the other."""
-    prompts = json.loads((DEMO / "prompts.json").read_text(encoding="utf-8"))
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=num_new, ignore_eos=True)
-    requests: list[list[EngineRequest]] = [[] for _ in range(num_ranks)]
-    for kind in KINDS:
-        texts = [prompt["prompt"] for prompt in prompts if prompt["kind"] == kind]
-        for index in range(per_kind * num_ranks):
-            ids = tuple(texts[index % len(texts)].encode())[:PROMPT_TOKENS]
-            request = EngineRequest(f"{kind} {index}", ids, params)
-            requests[index % num_ranks].append(request)
-    return requests
-
-
-def config_of(arm: str, args: argparse.Namespace) -> EngineConfig:
-    config = EngineConfig(
-        model=str(DEMO / "model"),
-        dtype=args.dtype,
-        ep_size=args.ep_size,
-        max_num_seqs=args.batch,
-        num_kv_blocks=args.batch * (2 + (PROMPT_TOKENS + args.output_len) // 64),
-        watchdog_timeout_s=TIMEOUT_S,
-    )
-    if arm == OFF:
-        return config
-    return replace(
-        config,
-        enable_eplb=True,
-        ep_num_redundant_experts=args.ep_num_redundant_experts,
-        eplb_rebalance_num_iterations=args.window,
-        ep_dispatch_algorithm="balanced" if arm == BALANCED else "static",
-    )
-
-
-def run_rank(config: EngineConfig, world: World, requests: list[EngineRequest]) -> RankRun:
-    """Steps until all ranks are idle. Collective."""
-    engine = Engine.create(config, world, num_threads=1)
-    parts = engine._parts
-    parts.sync.sleep = lambda has_work: engine.stop()  # type: ignore[method-assign]
-    texts: dict[str, list[int]] = {request.request_id: [] for request in requests}
-    step_s: list[float] = []
-    counts = [_slot_tokens(engine)]
-    turn = 0
-    try:
-        engine.submit(requests)
-        while True:
-            start = time.perf_counter()
-            if not engine.step():
-                break
-            step_s.append(time.perf_counter() - start)
-            counts.append(_slot_tokens(engine))
-            for output in engine.poll(0.0):
-                texts[output.request_id] += output.token_ids
-                if not turn and output.request_id.startswith(KINDS[1]):
-                    turn = len(step_s) - 1
-        eplb = parts.balancer.status()
-    finally:
-        parts.balancer.close()
-        parts.dispatcher.destroy()
-    # The last step is the sleep: it has no tokens.
-    return RankRun(step_s[:-1], torch.stack(counts[:-1]).diff(dim=0), turn, texts, eplb)
-
-
-def _slot_tokens(engine: Engine) -> torch.Tensor:
-    """int64 ``[L]``"""
-    return torch.stack([layer.slot_tokens.sum() for layer in engine._parts.decoder.moe_layers])
 
 
 def _run(world: World, args: argparse.Namespace) -> None:
@@ -177,13 +49,18 @@ def _run(world: World, args: argparse.Namespace) -> None:
         _report(runs, args)
 
 
-def summary(runs: Sequence[Run], base: Run, window: int) -> dict[str, Any]:
-    """runs: of one arm; what is counted is the same in all, but for the steps in which experts
-    move."""
+def summary(runs: Sequence[Run], bases: Sequence[Run], window: int) -> dict[str, Any]:
+    """runs: of one arm, each with the base of its round; tokens are the same in all, but for the
+    steps in which experts move."""
     first = runs[0]
     balance = first.balance(window)
     turn = first.turn // window
     statuses = first.statuses
+    pairs = list(zip(runs, bases, strict=True))
+    saved, in_decodes = (
+        list(zip(*(a.saved(b, decodes_only=only) for a, b in pairs), strict=True))
+        for only in (False, True)
+    )
     return {
         "arm": first.arm,
         "num_steps": len(first.step_s),
@@ -193,22 +70,22 @@ def summary(runs: Sequence[Run], base: Run, window: int) -> dict[str, Any]:
         "balancedness_before_turn": float(balance[max(0, turn - 2) : turn].mean()),
         "balancedness_of_turn": float(balance[turn : turn + 2].mean()),
         "balancedness_at_end": float(balance[-3:-1].mean()),
-        "saved": [1 - run.work() / base.work() for run in runs],
-        "saved_in_decodes": [
-            1 - run.work(decodes_only=True) / base.work(decodes_only=True) for run in runs
-        ],
+        "tokens_saved": saved[0],
+        "expert_time_saved": saved[1],
+        "tokens_saved_in_decodes": in_decodes[0],
+        "expert_time_saved_in_decodes": in_decodes[1],
         "median_step_ms": [run.median_step_s * 1e3 for run in runs],
         "longest_stall_ms": [run.longest_stall_s * 1e3 for run in runs],
         "num_rebalances": [run.statuses[0].num_rebalances if statuses else 0 for run in runs],
         "bytes_moved": [sum(status.bytes_moved for status in run.statuses) for run in runs],
-        "same_text": all(run.texts == base.texts for run in runs),
+        "same_text": all(run.texts == base.texts for run, base in pairs),
     }
 
 
 def _report(runs: Sequence[Run], args: argparse.Namespace) -> None:
     by_arm = {arm: [run for run in runs if run.arm == arm] for arm in args.arms}
-    base = by_arm[args.arms[0]][0]
-    found = [summary(by_arm[arm], base, args.window) for arm in args.arms]
+    bases = by_arm[args.arms[0]]
+    found = [summary(by_arm[arm], bases, args.window) for arm in args.arms]
     console = Console()
     console.width = max(console.width, TABLE_WIDTH)
     console.print(_overview(found), _over_time(found, args.window), sep="\n")
@@ -232,7 +109,7 @@ def _overview(found: Sequence[dict[str, Any]]) -> Table:
     def row(title: str, key: str, form: str) -> None:
         cells = []
         for arm in found:
-            values = arm[key] if isinstance(arm[key], list) else [arm[key]]
+            values = arm[key] if isinstance(arm[key], list | tuple) else [arm[key]]
             cells.append(", ".join(form.format(value) for value in values))
         table.add_row(title, *cells)
 
@@ -241,8 +118,10 @@ def _overview(found: Sequence[dict[str, Any]]) -> Table:
     row("  end of verse", "balancedness_before_turn", "{:.3f}")
     row("  as code comes", "balancedness_of_turn", "{:.3f}")
     row("  end of code", "balancedness_at_end", "{:.3f}")
-    row("tokens of slowest ranks saved", "saved", "{:+.1%}")
-    row("  in steps without prompts", "saved_in_decodes", "{:+.1%}")
+    row("tokens of slowest ranks saved", "tokens_saved", "{:+.1%}")
+    row("  in steps without prompts", "tokens_saved_in_decodes", "{:+.1%}")
+    row("expert time of slowest ranks saved", "expert_time_saved", "{:+.1%}")
+    row("  in steps without prompts", "expert_time_saved_in_decodes", "{:+.1%}")
     row("median step, ms", "median_step_ms", "{:.1f}")
     row("longest stall, ms", "longest_stall_ms", "{:.1f}")
     row("re-placements", "num_rebalances", "{}")

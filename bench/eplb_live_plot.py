@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from bench.eplb_live import Run
+    from bench.eplb_live_run import Run
 
 
 def draw(runs: "Sequence[Run]", window: int, file: Path) -> None:

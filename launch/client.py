@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from launch.balancer import Balancer
 from launch.failure import EngineDeadError, describe_failure, root_cause
-from launch.params import check_params, check_token_ids
+from launch.params import check_params
 from launch.rank_actor import ENGINE, RankReport
 from launch.rank_calls import RankCalls
 from launch.ray_cluster import place_ranks
@@ -147,16 +147,16 @@ class EngineClient:
     ) -> AsyncGenerator[StepOutput, None]:
         """Continue one prompt once; the last output has a ``finish_reason``.
 
-        Refuses at once, with a ValueError that names the field. The request starts with the first
-        ``anext``, and is aborted when the iterator is closed early. ``params.n`` must be 1: several
-        completions are several requests. A seed is drawn for a request without one. Raises
-        EngineDeadError when the engine dies meanwhile.
+        prompt_token_ids: must have passed ``check_token_ids``, once for all completions of it. What
+        else is wrong is refused at once, with a ValueError that names the field. The request starts
+        with the first ``anext``, and is aborted when the iterator is closed early. ``params.n``
+        must be 1: several completions are several requests. A seed is drawn for a request without
+        one. Raises EngineDeadError when the engine dies meanwhile.
         """
         self._raise_if_dead()
         params = check_params(params, self.model.vocab_size)
         if params.n != 1:
             raise ValueError(f"n: {params.n} given; one request makes one completion")
-        check_token_ids(tuple(prompt_token_ids), self.model.vocab_size)
         self.check_admission(len(prompt_token_ids), params)
         if params.seed is None:
             params = replace(params, seed=self._seeds.getrandbits(63))

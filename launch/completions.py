@@ -63,11 +63,17 @@ class Completions:
         return Job(self, request, prompts, params)
 
     def _check(self, prompts: list[list[int]], params: SamplingParams) -> None:
-        """ValueError starting with the field's name when the engine would refuse a prompt."""
+        """ValueError starting with the field's name when the request can never run."""
         vocab_size = self.client.info.vocab_size
         check_params(params, vocab_size)
+        if self._max_open is not None and len(prompts) * params.n > self._max_open:
+            field = "n" if params.n > 1 else "prompt"
+            raise ValueError(
+                f"{field}: {params.n} choices (n) of each of {len(prompts)} prompts (prompt) given;"
+                f" together at most {self._max_open} are allowed, as many as may run or wait"
+            )
         for prompt_ids in prompts:
-            check_token_ids(tuple(prompt_ids), vocab_size)
+            check_token_ids(prompt_ids, vocab_size)
             self.client.check_admission(len(prompt_ids), params)
 
     def check_alive(self) -> None:
@@ -85,7 +91,7 @@ class Completions:
         return text if text and REPLACEMENT not in text else f"token_id:{token_id}"
 
     def reserve(self, count: int) -> None:
-        """Take places for ``count`` continuations; ApiError 429 when there are not so many."""
+        """Take places for ``count`` continuations; ApiError 429 when too few are free."""
         if self._max_open is not None and self._num_open + count > self._max_open:
             message = f"{count} places needed, {self._num_open} of {self._max_open} are taken"
             raise ApiError(429, message, type="rate_limit_error", code="queue_full")

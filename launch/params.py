@@ -4,6 +4,7 @@ Knows nothing of HTTP: every refusal is a ``ValueError`` whose text starts with 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from moe_ep.engine.request import SamplingParams
@@ -51,12 +52,19 @@ def completion_params(params: SamplingParams, index: int) -> SamplingParams:
     return replace(params, n=1, seed=seed)
 
 
-def check_token_ids(token_ids: tuple[int, ...], vocab_size: int, field: str = "prompt") -> None:
-    """Raise ``ValueError`` naming ``field`` unless all, at least one, are of the vocabulary."""
+def check_token_ids(token_ids: Sequence[int], vocab_size: int, field: str = "prompt") -> None:
+    """Raise ``ValueError`` naming ``field`` unless all, at least one, are of the vocabulary.
+
+    Runs on the event loop over prompts of any length: no Python code per token of a good one.
+    """
     if not token_ids:
         raise ValueError(f"{field}: empty; at least one token is needed")
+    has_only_ints = set(map(type, token_ids)) == {int}
+    if has_only_ints and min(token_ids) >= 0 and max(token_ids) < vocab_size:
+        return
     for position, token_id in enumerate(token_ids):
-        _check_int(f"{field}[{position}]", token_id, 0, vocab_size - 1)
+        if type(token_id) is not int or not 0 <= token_id < vocab_size:
+            _check_int(f"{field}[{position}]", token_id, 0, vocab_size - 1)
 
 
 def _canonical(params: SamplingParams) -> SamplingParams:

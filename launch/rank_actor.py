@@ -1,7 +1,8 @@
 """The process of one rank: a Ray actor around an ``Engine`` whose loop runs in a thread of its own.
 
-Knows Ray only as its host. Calls come in on several threads; the engine's own methods are
-thread-safe. The actor belongs to the front end: when that dies, Ray ends this process.
+Knows Ray only as its host. Calls come in one by one, in order, but ``poll`` and ``status`` on other
+threads; the engine's own methods are thread-safe. The actor belongs to the front end: when that
+dies, Ray ends this process.
 """
 
 import contextlib
@@ -136,6 +137,9 @@ class RankActor:
     def status(self) -> "RankStatus | None":
         """Where the rank stands; None before it has started."""
         return None if self._engine is None else self._engine.status()
+
+    def slot_tokens(self) -> list[list[int]]:
+        return self._started().slot_tokens()
 
     def record_loads(self, is_on: bool) -> None:
         self._started().record_loads(is_on)

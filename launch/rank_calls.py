@@ -11,16 +11,13 @@ from typing import TYPE_CHECKING, Any
 from launch.failure import EngineDeadError, LastWords, root_cause
 from launch.rank_actor import RankStart
 from launch.ray_cluster import RankGroup
-from moe_ep.config import EngineConfig
+from moe_ep.config import LOAD_TIMEOUT_S, EngineConfig
 
 if TYPE_CHECKING:
     from moe_ep.engine.assemble import EngineInfo
     from moe_ep.engine.engine import RankStatus
 
 logger = logging.getLogger(__name__)
-
-# Reading hundreds of gigabytes takes its time; a rank that dies while loading is noticed at once.
-LOAD_TIMEOUT_S = 3600.0
 
 _LAST_WORDS_S = 5.0  # limit for asking every rank where it stood
 _STOP_S = 10.0  # limit for the ranks to end their loops before they are killed

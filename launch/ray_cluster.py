@@ -184,10 +184,15 @@ def _create_actor(
         placement_group=placement, placement_group_bundle_index=index
     )
     # Poll blocks, and status must answer next to it and next to a start that loads for minutes.
-    actor = ray.remote(RankActor).options(
+    for method in (RankActor.poll, RankActor.status):
+        ray.method(concurrency_group="watch")(method)
+    remote: Any = ray.remote  # whose types know no concurrency groups
+    # No abort may overtake the submit of a long prompt. With a max_concurrency above 1 Ray would
+    # let it while that prompt is on its way, even within a group of one thread.
+    actor = remote(concurrency_groups={"watch": 2})(RankActor).options(
         num_cpus=bundle["CPU"],
         num_gpus=bundle.get("GPU", 0.0),
-        max_concurrency=8,
+        max_concurrency=1,
         max_restarts=0,
         scheduling_strategy=strategy,
     )

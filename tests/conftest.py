@@ -8,6 +8,7 @@ import torch
 
 from attention import products
 from launch.ray_cluster import RaySession
+from moe_ep import kernels
 from tests.ranks import RankPool
 
 if not torch.cuda.is_available():
@@ -20,6 +21,21 @@ def bf16_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatc
     """BF16 products by this CPU's instructions, if it has any, and as CPUs without them do."""
     if request.param == "without BF16":
         monkeypatch.setattr(products, "cpu_has_bf16", lambda: False)
+
+
+@pytest.fixture(params=["torch", "kernels"])
+def kernels_or_torch(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What both can do is done by torch, and by our kernels: in their interpreter on a CPU."""
+    monkeypatch.setattr(kernels, "are_used", lambda device: request.param == "kernels")
+
+
+@pytest.fixture
+def sm90() -> Iterator[None]:
+    """The stand-ins of ``deep_gemm`` and ``flash_mla`` over an emulated SM90."""
+    from tests.emulators.device import emulated_kernels
+
+    with emulated_kernels():
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

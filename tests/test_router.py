@@ -3,18 +3,14 @@
 import pytest
 import torch
 
-from moe_ep import kernels
 from moe_ep.gate import Gate
 from moe_ep.router import Router
 from tests.compare import assert_rows_close
 from tests.kernels.cases import DEVICE, NAN, randn
 
+pytestmark = pytest.mark.usefixtures("kernels_or_torch")
+
 NUM_EXPERTS, HIDDEN, TOKENS, TOPK = 16, 24, 9, 4
-
-
-@pytest.fixture(autouse=True, params=["torch", "kernels"])
-def _implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "are_used", lambda device: request.param == "kernels")
 
 
 def make_router(num_ways: int = 1) -> Router:

@@ -57,10 +57,12 @@ class Answer:
 
 @dataclass
 class Load:
-    """What the ranks said of themselves, over the run."""
+    """What the ranks said of themselves, over the run. slot_tokens: at its end, by rank, MoE layer
+    and slot."""
 
     peak_kv_blocks: dict[int, int] = field(default_factory=dict)
     last: "list[RankStatus]" = field(default_factory=list)
+    slot_tokens: list[list[list[int]]] = field(default_factory=list)
 
     def add(self, ranks: "list[RankStatus]") -> None:
         self.last = ranks
@@ -71,7 +73,7 @@ class Load:
     def balancedness(self) -> list[float]:
         """Per MoE layer the mean over ranks of tokens processed by experts, over the most of any
         rank: 1 is even, 1 / num_ranks is one rank doing everything."""
-        tokens = np.array([[sum(layer) for layer in rank.slot_tokens] for rank in self.last])
+        tokens = np.array([[sum(layer) for layer in rank] for rank in self.slot_tokens])
         return list(tokens.mean(axis=0) / tokens.max(axis=0).clip(min=1))
 
 

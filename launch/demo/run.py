@@ -59,6 +59,7 @@ async def _demo(
                 answers = await _ask_all(url, prompts)
                 watch.cancel()
                 load.add(await client.status())
+                load.slot_tokens = await client.ask_all("slot_tokens")
     return answers, load
 
 

@@ -5,18 +5,22 @@ not fit, is refused or misses its goal drops out, and is counted by reason. Pref
 given as much work as ``prefill_load`` says, since prompts wait the longer the busier they are.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from launch.flags import option_name
+from launch.plan.checks import question_problems
+from launch.plan.command import launch_command
 from launch.plan.plan import Plan, as_json, make_plan
 from launch.plan.question import Question, read_model
 from moe_ep.config import ConfigError, Problem
-from moe_ep.config.exchange import LOW_LATENCY_MAX_TOKENS, V1_CHUNKS
+from moe_ep.config.exchange import V1_CHUNKS
 
-DECODE_BATCHES = (8, 16, 32, 48, 64, 96, 128, 192, 256, 384, 504)
+EP_SIZES = (1, *V1_CHUNKS)
+DECODE_BATCHES = (8, *range(16, 512, 16))
 PREFILL_TOKENS = (4096, 8192, 16384, 32768)
 REDUNDANT = (0, 16, 32, 64)
 SHOWN = 5
@@ -26,7 +30,8 @@ SEARCHED = {"ep_size", "ep_num_redundant_experts", "batch"}
 
 @dataclass(frozen=True)
 class Goal:
-    """Of every request: time per output token and to the first token, and its lengths."""
+    """gpus: in all. Of every request: most time per output token and to the first token, in ms, and
+    tokens of its prompt and its output."""
 
     gpus: int
     slo_tpot_ms: float
@@ -76,26 +81,40 @@ def advise(question: Question, goal: Goal) -> Advice:
 
 
 def _check(question: Question, goal: Goal) -> None:
-    wrong = [
-        Problem(name, value, "above 0", f"Change {option_name(name)}.")
+    problems = [
+        Problem(name, value, "above 0 and finite", f"Change {option_name(name)}.")
         for name, value in vars(goal).items()
-        if value <= 0
+        if not 0 < value < math.inf
     ]
-    if wrong:
-        raise ConfigError(wrong)
-    limit, total = read_model(question.model).max_position_embeddings, goal.input_len
-    if total + goal.output_len > limit:
-        allowed = f"at most {limit} with --input-len {total}"
-        fix = "The model knows no positions beyond max_position_embeddings."
-        raise ConfigError([Problem("output_len", goal.output_len, allowed, fix)])
+    if goal.gpus == 1:
+        fix = "Prefill and decode are planned as engines of their own."
+        problems.append(Problem("gpus", 1, "at least 2", fix))
+    found = question_problems(replace(question, ep_size=1, batch=1, context=1))
+    problems += [problem for problem in found if problem.field not in SEARCHED]
+    if not problems:
+        problems += _length_problems(question, goal)
+    if problems:
+        raise ConfigError(problems)
+
+
+def _length_problems(question: Question, goal: Goal) -> list[Problem]:
+    limit = read_model(question.model).max_position_embeddings
+    fix = "The model knows no positions beyond max_position_embeddings."
+    if goal.input_len >= limit:
+        return [Problem("input_len", goal.input_len, f"below {limit}", fix)]
+    if goal.input_len + goal.output_len > limit:
+        allowed = f"at most {limit - goal.input_len} with --input-len {goal.input_len}"
+        return [Problem("output_len", goal.output_len, allowed, fix)]
+    return []
 
 
 def _sizes(question: Question, goal: Goal) -> Iterator[tuple[int, int]]:
-    """EP sizes with kernels, and redundant experts that leave every rank the same slots."""
+    """EP sizes, and redundant experts that leave every rank the same slots."""
     num_experts = read_model(question.model).num_experts
-    for ep in V1_CHUNKS:
+    for ep in EP_SIZES:
+        extras = REDUNDANT if ep > 1 else (0,)
         if ep <= goal.gpus:
-            yield from ((ep, extra) for extra in REDUNDANT if (num_experts + extra) % ep == 0)
+            yield from ((ep, extra) for extra in extras if (num_experts + extra) % ep == 0)
 
 
 def _decodes(question: Question, goal: Goal) -> Iterator[Question]:
@@ -103,9 +122,7 @@ def _decodes(question: Question, goal: Goal) -> Iterator[Question]:
     context = goal.input_len + goal.output_len // 2
     for ep, extra in _sizes(question, goal):
         for batch in DECODE_BATCHES:
-            if batch * (1 + question.mtp_tokens) <= LOW_LATENCY_MAX_TOKENS:
-                sized = replace(question, max_num_batched_tokens=None)
-                yield from _with_overlap(sized, "decode", ep, extra, batch, context)
+            yield from _with_overlap(question, "decode", ep, extra, batch, context)
 
 
 def _prefills(question: Question, goal: Goal) -> Iterator[Question]:
@@ -135,8 +152,6 @@ def _tried(question: Question, goal: Goal, dropped: Counter[str]) -> Plan | None
     try:
         plan = make_plan(question)
     except ConfigError as error:
-        if not {problem.field for problem in error.problems} <= SEARCHED:
-            raise
         dropped[f"refused ({', '.join(sorted({p.field for p in error.problems}))})"] += 1
         return None
     if not plan.fits:
@@ -201,25 +216,6 @@ def _limit(ways: tuple[float, float], prefill: Plan, decode: Plan, goal: Goal) -
     return f"{name}: {slower.bound}"
 
 
-def launch_command(plan: Plan) -> str:
-    """What starts the engine of a plan; it knows no drafts and no FP8 cache yet."""
-    question = plan.setting.question
-    parts = [
-        "moe-ep serve",
-        f"--model {question.model}",
-        f"--ep-size {question.ep_size}",
-        f"--ep-num-redundant-experts {question.ep_num_redundant_experts}",
-        f"--moe-a2a-backend {question.backend}",
-        f"--max-num-seqs {question.batch}",
-        f"--max-num-batched-tokens {question.batched_tokens}",
-    ]
-    if question.enable_two_batch_overlap:
-        parts.append("--enable-two-batch-overlap")
-    if question.expert_load is not None:
-        parts.append(f"--init-expert-location {question.expert_load}")
-    return " ".join(parts)
-
-
 def advice_json(advice: Advice, goal: Goal) -> dict[str, Any]:
     """The machine's form; ``data/plan.schema.json`` documents it."""
     return {
@@ -236,7 +232,10 @@ def advice_json(advice: Advice, goal: Goal) -> dict[str, Any]:
                 "num_decode_engines": option.num_decode,
                 "prefill": as_json(option.prefill),
                 "decode": as_json(option.decode),
-                "commands": [launch_command(option.prefill), launch_command(option.decode)],
+                "commands": [
+                    launch_command(plan.setting.question)
+                    for plan in (option.prefill, option.decode)
+                ],
             }
             for option in advice.options
         ],

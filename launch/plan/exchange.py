@@ -6,6 +6,8 @@ to each node that needs it and forwards it over NVLink. Times are in microsecond
 
 import math
 from dataclasses import dataclass
+from functools import cache
+from itertools import compress, product
 
 from launch.plan.cards import Card, Fabric
 from launch.plan.kernels import Cost, Parameters
@@ -49,8 +51,9 @@ class Exchange:
 
     def normal(self, p: Parameters, num_tokens: float, way: str) -> Cost:
         tokens = num_tokens * self.imbalance
-        far = tokens * self._domains_hit() * (self.num_domains - 1) / self.num_domains
-        near = tokens * self._ranks_hit() * (self.num_near - 1) / self.num_near
+        domains, ranks = (places_hit(self.model, n) for n in (self.num_domains, self.ep_size))
+        far = tokens * domains * (self.num_domains - 1) / self.num_domains
+        near = tokens * ranks * (self.num_near - 1) / self.num_near
         return self._time(p, "normal", way, near=near, far=far)
 
     def _time(self, p: Parameters, mode: str, way: str, *, near: float, far: float) -> Cost:
@@ -63,29 +66,44 @@ class Exchange:
         bound = "latency" if latency > busy else "fabric" if fabric > nvlink else "nvlink"
         return Cost(latency + busy, bound)
 
-    def _domains_hit(self) -> float:
-        return _places_hit(self.model, self.num_domains)
 
-    def _ranks_hit(self) -> float:
-        return _places_hit(self.model, self.ep_size)
+def places_hit(model: ModelConfig, num_places: int) -> float:
+    """Places of equal shares of the experts that one token needs, on average.
 
-
-def _places_hit(model: ModelConfig, num_places: int) -> float:
-    """Places of equal shares of the experts that one token needs, on average, under even routing.
-
-    Where the gate keeps few groups, a place holds whole groups or parts of one, and a token chooses
-    all its experts in the groups that it keeps.
+    A token keeps some groups, all sets of them alike, and takes each of its experts from any of
+    these. That is 9 % less than what an even gate needs, at most: it keeps the groups with its best
+    two experts, and never takes an expert twice. Fitted shares of the links make up for it.
     """
-    kept = model.topk_group if model.topk_group < model.n_group else model.n_group
-    groups, top_k = model.n_group, model.num_experts_per_tok
-    if num_places >= groups:  # a place is a part of one group
-        places = num_places * kept / groups
-        return places * (1 - (1 - 1 / places) ** top_k)
-    size = groups / num_places
-    whole = round(size)
-    hit = sum(
-        math.comb(whole, j) * math.comb(groups - whole, kept - j) / math.comb(groups, kept)
-        * (1 - (1 - j / kept) ** top_k)
-        for j in range(max(0, kept - groups + whole), min(whole, kept) + 1)
-    )  # fmt: skip
-    return num_places * hit
+    has_groups = model.topk_method != "greedy" and model.topk_group < model.n_group
+    groups, kept = (model.n_group, model.topk_group) if has_groups else (1, 1)
+    return _hit(num_places, groups, kept, model.num_experts_per_tok)
+
+
+@cache
+def _hit(num_places: int, groups: int, kept: int, top_k: int) -> float:
+    return sum(
+        1 - _missed(_parts(place, num_places, groups), num_places, groups, kept, top_k)
+        for place in range(num_places)
+    )
+
+
+def _parts(place: int, num_places: int, groups: int) -> list[int]:
+    """Of each group that a place has experts of, how many of its ``num_places`` equal parts."""
+    start, end = place * groups, (place + 1) * groups
+    overlaps = (
+        min(end, (group + 1) * num_places) - max(start, group * num_places)
+        for group in range(groups)
+    )
+    return [overlap for overlap in overlaps if overlap > 0]
+
+
+def _missed(parts: list[int], num_places: int, groups: int, kept: int, top_k: int) -> float:
+    """Chance that none of a token's experts is in a place with these parts of groups."""
+    total = 0.0
+    for is_kept in product((False, True), repeat=len(parts)):
+        others = kept - sum(is_kept)
+        if 0 <= others <= groups - len(parts):
+            chance = math.comb(groups - len(parts), others) / math.comb(groups, kept)
+            share = sum(compress(parts, is_kept)) / (kept * num_places)
+            total += chance * (1 - share) ** top_k
+    return total

@@ -34,6 +34,15 @@ def placed_imbalance(file: Path, model: ModelConfig, *, ep_size: int, num_slots:
     return sum(ratios) / len(ratios)
 
 
+def load_problems(file: Path, model: ModelConfig) -> tuple[Problem, ...]:
+    """Why the file cannot be used for the model."""
+    try:
+        _read(file, model)
+    except ConfigError as error:
+        return error.problems
+    return ()
+
+
 @cache
 def _read(file: Path, model: ModelConfig) -> "torch.Tensor":
     """float64 ``[steps, layers, experts]``."""

@@ -24,7 +24,7 @@ FAMILIES = ("hopper", "blackwell")
 # A prior may be off by a factor of 2 where a table as a whole may be off by 15 %: 0.15 / ln 2.
 PRIOR_WEIGHT = 0.2
 # Where a robust loss turns from squares to distances. Most records agree within a tenth; one that
-# does not is another system, and must not rule. (Between 0.05 and 0.5 the errors hardly change.)
+# does not is another system, and must not rule. (docs/plan.md says what other scales give.)
 SCALE = 0.1
 # Shares of a peak stay below 1.
 SHARES = ("gemm_memory", "elementwise_memory")

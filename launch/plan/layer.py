@@ -165,8 +165,7 @@ def experts(d: Deployment, batch: Batch, p: Parameters, *, is_random: bool = Tru
     """Of the busiest rank. is_random: some slots get no token when there are few; otherwise rows
     are dealt out evenly."""
     model = d.model
-    rows = batch.num_tokens * d.ep_size * model.num_experts_per_tok / (d.ep_size * d.num_slots)
-    rows *= d.imbalance
+    rows = batch.num_tokens * model.num_experts_per_tok / d.num_slots * d.imbalance  # of a slot
     active = d.num_slots * (1 - math.exp(-rows) if is_random else min(1.0, rows))
     return _grouped_mlp(
         d, p, active, rows * d.num_slots / active, is_prefill=batch.phase != "decode"

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, fields, replace
 
+from launch.plan.cards import cards
 from launch.plan.layer import Batch, Deployment
-from moe_ep.config import EngineConfig
+from launch.plan.question import Question
+from moe_ep.config import EngineConfig, ModelConfig
 from moe_ep.config.exchange import (
     MASKED_ROW_ALIGNMENT,
     NUM_SMS,
@@ -65,15 +67,20 @@ class RankMemory:
     headroom_bytes: int
 
 
-def exchange_sizes(d: Deployment, *, capacity: int, max_tokens: int) -> ExchangeSizes:
+def exchange_sizes(question: Question, model: ModelConfig) -> ExchangeSizes:
+    """Of the engine that would be started. Also of a question that cannot be answered, if its EP
+    size is at least 1."""
+    slots = model.num_experts + question.ep_num_redundant_experts
+    card = cards().get(question.gpu)
+    is_blackwell = card is not None and card.family == "blackwell"
     return ExchangeSizes(
-        hidden=d.model.hidden_size,
-        num_topk=d.model.num_experts_per_tok,
-        num_ranks=d.ep_size,
-        num_slots_per_rank=d.num_slots,
-        max_tokens_per_rank=max_tokens,
-        capacity=capacity,
-        row_alignment=MASKED_ROW_ALIGNMENT if d.card.family == "hopper" else 2 * FP8_BLOCK,
+        hidden=model.hidden_size,
+        num_topk=model.num_experts_per_tok,
+        num_ranks=question.ep_size,
+        num_slots_per_rank=-(-slots // question.ep_size),
+        max_tokens_per_rank=question.batched_tokens,
+        capacity=question.capacity,
+        row_alignment=2 * FP8_BLOCK if is_blackwell else MASKED_ROW_ALIGNMENT,
     )
 
 

@@ -1,6 +1,6 @@
-"""A plan, advice and a validation as a page for a terminal."""
+"""A plan, or advice, as a page for a terminal."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from rich import box
 from rich.columns import Columns
@@ -8,8 +8,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from launch.plan.advice import Advice, Goal, Option, launch_command
+from launch.plan.advice import Advice, Goal, Option
+from launch.plan.command import NO_WEIGHTS, has_weights, launch_command
 from launch.plan.plan import Estimate, Plan
+from launch.plan.question import Question
 from launch.plan.topology import node_table, port_lines
 
 BAR_WIDTH = 72
@@ -24,10 +26,26 @@ def print_plan(console: Console, plan: Plan) -> None:
     console.print(*port_lines(deployment), "", sep="\n", markup=False)
     console.print(*(f"Note: {text}" for text in plan.warnings), sep="\n", markup=False)
     if plan.fits:
-        console.print(f"\n{launch_command(plan)}", markup=False, soft_wrap=True)
+        _print_commands(console, {"": plan})
+
+
+def _print_commands(console: Console, plans: Mapping[str, Plan]) -> None:
+    """plans: by what is written before each command."""
+    questions = {before: plan.setting.question for before, plan in plans.items()}
+    if not all(has_weights(question.model) for question in questions.values()):
+        console.print(f"Note: {NO_WEIGHTS}", markup=False)
+    console.print()
+    for before, question in questions.items():
+        console.print(f"{before}{launch_command(question)}", markup=False, soft_wrap=True)
 
 
 def _head(plan: Plan) -> RenderableType:
+    verdict = Text("fits", "bold green") if plan.fits else Text("does not fit", "bold red")
+    return Group(Text(title(plan)), Text.assemble(verdict, ", ", (_speed(plan), "bold")))
+
+
+def title(plan: Plan) -> str:
+    """What was asked, as it was understood."""
     q, d = plan.setting.question, plan.setting.deployment
     unit = "requests" if q.phase == "decode" else "prompts"
     line = (
@@ -37,12 +55,12 @@ def _head(plan: Plan) -> RenderableType:
     )
     if q.num_steps > 1:
         line += f"; {q.num_steps} steps of at most {q.step_tokens} tokens"
-    verdict = Text("fits", "bold green") if plan.fits else Text("does not fit", "bold red")
-    return Group(Text(line), Text.assemble(verdict, ", ", (_speed(plan), "bold")))
+    return line
 
 
 def _speed(plan: Plan) -> str:
     rate = f"{_estimate(plan.tokens_per_s_per_gpu, 0)} tokens/s per GPU"
+    rate += f" and {plan.tokens_per_s_per_node.value:,.0f} per node"
     if plan.tpot_ms:
         return f"{rate}, TPOT {_estimate(plan.tpot_ms)} ms"
     assert plan.ttft_ms is not None
@@ -62,8 +80,9 @@ def _short(estimate: Estimate, digits: int) -> str:
 
 def _memory(plan: Plan) -> RenderableType:
     memory, needed = plan.memory, plan.cache_tokens_needed
-    table = Table(title=f"Memory of one rank, of {memory.total_bytes / GIB:.1f} GiB",
-                  title_justify="left")  # fmt: skip
+    usable, total = memory.usable_bytes / GIB, memory.total_bytes / GIB
+    heading = f"Memory of one rank, {usable:.1f} of the card's {total:.1f} GiB"
+    table = Table(title=heading, title_justify="left")
     for heading, side in (("part", "left"), ("GiB", "right"), ("bytes", "right"), ("", "left")):
         table.add_column(heading, justify="right" if side == "right" else "left")
     for part in memory.parts:
@@ -75,6 +94,9 @@ def _memory(plan: Plan) -> RenderableType:
         f"Cache: {memory.cache_bytes_per_token:,} bytes per token, {memory.cache_tokens:,} tokens"
         f" fit, {needed:,} are needed."
     )
+    if not plan.fits:
+        lacking = needed * memory.cache_bytes_per_token - memory.headroom_bytes
+        cache += f" {lacking / GIB:.1f} GiB are lacking."
     segments = [(part.name, float(part.bytes)) for part in memory.parts]
     return Group(table, stacked_bar([*segments, ("latent cache", float(room))]), Text(cache))
 
@@ -114,9 +136,15 @@ def stacked_bar(segments: Iterable[tuple[str, float]]) -> RenderableType:
     return Group(bar, Columns(legend, padding=(0, 2)))
 
 
-def print_advice(console: Console, advice: Advice, goal: Goal) -> None:
-    table = Table(title=f"Best of {advice.num_candidates} candidates for {goal.gpus} GPUs",
-                  title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)  # fmt: skip
+def print_advice(console: Console, question: Question, advice: Advice, goal: Goal) -> None:
+    console.print(
+        f"{question.model} on {goal.gpus} x {question.gpu}: prompts of {goal.input_len} tokens,"
+        f" {goal.output_len} tokens of output, TTFT at most {goal.slo_ttft_ms:g} ms, TPOT at most"
+        f" {goal.slo_tpot_ms:g} ms\n",
+        markup=False,
+    )
+    table = Table(title=f"Best of {advice.num_candidates:,} candidates", title_justify="left",
+                  box=box.SIMPLE_HEAD, pad_edge=False)  # fmt: skip
     table.add_column("req/s", justify="right")
     table.add_column("engines", no_wrap=True)
     table.add_column("ms (8 of 10 within)", no_wrap=True)
@@ -125,14 +153,13 @@ def print_advice(console: Console, advice: Advice, goal: Goal) -> None:
         _add_option(table, option)
     console.print(table if advice.options else table.title)
     for reason, count in sorted(advice.dropped.items(), key=lambda item: -item[1]):
-        console.print(f"{count} candidates: {reason}", markup=False)
+        console.print(f"{count:,} candidates: {reason}", markup=False)
     if not advice.options:
         console.print("No candidate is left: relax a goal, or give more GPUs.")
         return
     best = advice.options[0]
     console.print(_assumptions(best), markup=False)
-    for name, plan in (("prefill", best.prefill), ("decode", best.decode)):
-        console.print(f"{name}: {launch_command(plan)}", markup=False, soft_wrap=True)
+    _print_commands(console, {"prefill: ": best.prefill, "decode: ": best.decode})
 
 
 def _add_option(table: Table, option: Option) -> None:
@@ -159,8 +186,9 @@ def _assumptions(option: Option) -> str:
     return (
         f"\nP prefill, D decode, +n redundant experts, TBO two-batch overlap. Prefill engines are"
         f" {load:.0%} busy, and their prompts wait as in an M/D/1 queue. Caches are handed from"
-        " prefill to decode in no time; this engine does not hand them over yet. Notes of each"
-        " plan: moe-ep plan with its numbers.\n"
+        " prefill to decode in no time; this engine does not hand them over yet. Requests being"
+        " decoded are half way through their output. Notes of each plan: moe-ep plan with its"
+        " numbers.\n"
     )
 
 
@@ -168,5 +196,5 @@ def _engine(plan: Plan) -> str:
     q = plan.setting.question
     overlap = " TBO" if q.enable_two_batch_overlap else ""
     extra = f"+{q.ep_num_redundant_experts}" if q.ep_num_redundant_experts else ""
-    size = f"batch {q.batch}" if q.phase == "decode" else f"{q.step_tokens / 1024:.3g}K tokens"
+    size = f"batch {q.batch}" if q.phase == "decode" else f"{q.step_tokens / 1000:.3g}K tok"
     return f"EP{q.ep_size}{extra}, {size}{overlap}"

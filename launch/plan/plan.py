@@ -3,13 +3,15 @@
 ``as_json`` is the machine's form; ``data/plan.schema.json`` documents it.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from launch.plan.memory import RankMemory, rank_memory
 from launch.plan.parameters import Range, family, ranges
-from launch.plan.question import Question, Setting, setting
+from launch.plan.question import Question
+from launch.plan.setting import Setting, setting
 from launch.plan.step import StepTime, is_exchange, step_time
+from moe_ep.engine.memory import CACHE_BLOCK
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,9 @@ class StageTime:
 
 @dataclass(frozen=True)
 class Plan:
-    """ttft_ms: of the last prompt of a batch, its waiting included. wait_ms: of it, in the queue.
-    fits: parts, cache and activations have room. warnings: what the numbers cannot know."""
+    """cache_tokens_needed: by all requests of a rank, in whole blocks. ttft_ms: of the last prompt
+    of a batch, its waiting included. wait_ms: of it, in the queue. bound: what takes most of a
+    layer. warnings: what the numbers cannot know."""
 
     setting: Setting
     memory: RankMemory
@@ -52,9 +55,15 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """Whether parts and the cache that is needed have room."""
         return self.memory.headroom_bytes > 0 and self.cache_tokens_needed <= (
             self.memory.cache_tokens
         )
+
+    @property
+    def tokens_per_s_per_node(self) -> Estimate:
+        d = self.setting.deployment
+        return _scaled(self.tokens_per_s_per_gpu, min(d.card.gpus_per_node, d.ep_size))
 
 
 def make_plan(question: Question) -> Plan:
@@ -69,24 +78,38 @@ def make_plan(question: Question) -> Plan:
     step_ms = _around(step.step_us / 1e3, ranges()[question.phase])
     is_decode = question.phase == "decode"
     gained = question.batch * question.accepted if is_decode else question.step_tokens
+    num_steps = 0.0 if is_decode else _steps_of_batch(found, step.step_us)
     # An M/D/1 queue of jobs, each as long as the steps of a batch.
-    load, jobs = question.prefill_load, 0.0
-    if not is_decode:
-        jobs = question.num_steps * (1 + load / (2 * (1 - load)))
+    waiting = num_steps * question.prefill_load / (2 * (1 - question.prefill_load))
     return Plan(
         setting=found,
         memory=memory,
-        cache_tokens_needed=question.batch * (question.context + question.mtp_tokens),
+        cache_tokens_needed=_cache_tokens(question),
         step=step,
         stages=_stages(step),
         step_ms=step_ms,
         tokens_per_s_per_gpu=_rate(gained * 1e3, step_ms),
         tpot_ms=_scaled(step_ms, 1 / question.accepted) if is_decode else None,
-        ttft_ms=None if is_decode else _scaled(step_ms, jobs),
-        wait_ms=0.0 if is_decode else step_ms.value * (jobs - question.num_steps),
+        ttft_ms=None if is_decode else _scaled(step_ms, num_steps + waiting),
+        wait_ms=step_ms.value * waiting,
         bound=_bound(step),
         warnings=tuple(_warnings(found)),
     )
+
+
+def _steps_of_batch(found: Setting, step_us: float) -> float:
+    """What a batch of prompts takes, in full steps; the last one may have fewer tokens."""
+    q, d = found.question, found.deployment
+    full, rest = divmod(q.batch * q.queries, q.step_tokens)
+    if not rest:
+        return full
+    last = step_time(d, replace(found.batch, num_tokens=rest), family(d.card.family))
+    return full + last.step_us / step_us
+
+
+def _cache_tokens(q: Question) -> int:
+    """A request holds whole blocks."""
+    return q.batch * -(-(q.context + q.mtp_tokens) // CACHE_BLOCK) * CACHE_BLOCK
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -119,9 +142,7 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "bound": plan.bound,
         },
         "tokens_per_s_per_gpu": asdict(plan.tokens_per_s_per_gpu),
-        "tokens_per_s_per_node": asdict(
-            _scaled(plan.tokens_per_s_per_gpu, min(d.card.gpus_per_node, d.ep_size))
-        ),
+        "tokens_per_s_per_node": asdict(plan.tokens_per_s_per_node),
         "tpot_ms": asdict(plan.tpot_ms) if plan.tpot_ms else None,
         "ttft_ms": asdict(plan.ttft_ms) if plan.ttft_ms else None,
         "wait_ms": plan.wait_ms,

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from launch.plan.page import title
 from launch.plan.parameters import ranges
 from launch.plan.plan import Plan
 from launch.plan.validate import KINDS, Outcome
@@ -60,9 +61,11 @@ def _times(outcome: Outcome) -> tuple[float, float]:
 def draw_plan(plan: Plan, file: Path) -> None:
     """Raises ConfigError for a file that cannot be written."""
     figure = _figure(10, 4.5)
+    figure.suptitle(title(plan), fontsize="small", wrap=True)
     above, below = figure.subplots(2, 1)
     stages = [(stage.stage, stage.us.value) for stage in plan.stages]
-    _stacked(above, stages, "us of one MoE layer, both micro-batches, as if nothing overlapped")
+    parts = ", both micro-batches" if plan.setting.deployment.overlap else ""
+    _stacked(above, stages, f"us of one MoE layer{parts}, as if nothing overlapped")
     memory = [(part.name, part.bytes / GIB) for part in plan.memory.parts]
     free = max(plan.memory.headroom_bytes, 0) / GIB
     _stacked(below, [*memory, ("latent cache", free)], "GiB of one rank")
@@ -92,4 +95,8 @@ def _save(figure: "Figure", file: Path) -> None:
         raise ConfigError(
             [Problem("plot", str(file), f"a name that ends in {names}", "Rename it.")]
         )
-    figure.savefig(file)
+    try:
+        figure.savefig(file)
+    except OSError as error:
+        problem = Problem("plot", str(file), "a file that can be written", f"{error.strerror}.")
+        raise ConfigError([problem]) from error

@@ -52,7 +52,7 @@ def step_time(d: Deployment, batch: Batch, p: Parameters) -> StepTime:
     seen = d.with_fewer_sms(NORMAL_MODE_SMS) if d.overlap and batch.phase == "prefill" else d
     attention = attention_stages(seen, micro, p)
     moe = attention | moe_stages(seen, micro, p)
-    layer_us = parts * _sequential(moe) if parts == 1 else overlapped_layer(moe)
+    layer_us = overlapped_layer(moe) if d.overlap else _sequential(moe)
     compute_us = parts * sum(cost.us for stage, cost in moe.items() if not is_exchange(stage))
     dense = attention | dense_stages(seen, micro, p)
     dense_us = parts * sum(cost.us for cost in dense.values())

@@ -1,7 +1,7 @@
 """Which rank would sit where, and what must be able to reach what: nodes filled one after the
 other, as the launch orders ranks. EP groups begin at a node."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from launch.launch_config import ServerConfig
 from launch.plan.layer import Deployment
@@ -28,6 +28,22 @@ def planned_rows(d: Deployment) -> tuple[TopologyRow, ...]:
     )
 
 
+def topology_json(d: Deployment) -> dict[str, Any]:
+    """``topology`` of ``data/plan.schema.json``."""
+    return {
+        "topology": [
+            {
+                "rank": row.rank,
+                "node": row.placed.host,
+                "gpu": row.placed.gpu,
+                "first_slot": row.slots.start,
+                "last_slot": row.slots.stop - 1,
+            }
+            for row in planned_rows(d)
+        ]
+    }
+
+
 def _bundle(rank: int, gpus_per_node: int) -> PlacedBundle:
     node, gpu = divmod(rank, gpus_per_node)
     name = f"node {node}"
@@ -42,7 +58,8 @@ def node_table(d: Deployment) -> "Table":
     from rich.table import Table
 
     num_nodes = -(-d.ep_size // d.card.gpus_per_node)
-    table = Table(title=f"Topology: {num_nodes} nodes", title_justify="left")
+    plural = "" if num_nodes == 1 else "s"
+    table = Table(title=f"Topology: {num_nodes} node{plural}", title_justify="left")
     for heading in ("node", "ranks", "GPUs", "expert slots", "NVLink to", "fabric to"):
         table.add_column(heading)
     shown = range(num_nodes) if num_nodes <= SHOWN_NODES else (0, 1, num_nodes - 1)

@@ -15,6 +15,9 @@ from moe_ep.config.flag import flag
 from moe_ep.config.model import ModelConfig
 from moe_ep.config.problems import ConfigError, Problem
 
+# Reading hundreds of gigabytes takes its time; a rank that dies while loading is noticed at once.
+LOAD_TIMEOUT_S = 3600.0
+
 
 class Choice(NamedTuple):
     """One setting that was left open, what it became and why; for the start-up log."""

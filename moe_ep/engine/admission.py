@@ -16,12 +16,18 @@ class AdmissionLimits:
     num_blocks: int
     block_size: int
 
+    @property
+    def capacity(self) -> int:
+        """Tokens of the whole cache."""
+        return self.num_blocks * self.block_size
 
-def max_request_len(prompt_len: int, params: SamplingParams, max_model_len: int) -> int:
-    """Most tokens, prompt included, that a request may reach; ``max_tokens`` is clipped to fit."""
+
+def max_request_len(prompt_len: int, params: SamplingParams, limits: AdmissionLimits) -> int:
+    """Most tokens, prompt included, that a request may reach: ``max_tokens`` is clipped to the
+    model's length, and without it also to the cache, which may hold less."""
     if params.max_tokens is None:
-        return max_model_len
-    return min(prompt_len + params.max_tokens, max_model_len)
+        return min(limits.max_model_len, limits.capacity)
+    return min(prompt_len + params.max_tokens, limits.max_model_len)
 
 
 def admission_error(prompt_len: int, params: SamplingParams, limits: AdmissionLimits) -> str | None:
@@ -35,11 +41,15 @@ def admission_error(prompt_len: int, params: SamplingParams, limits: AdmissionLi
             f"prompt: {prompt_len} tokens given; at most {limits.max_model_len - 1} are allowed,"
             f" max_model_len ({limits.max_model_len}) less one for the output"
         )
-    max_len = max_request_len(prompt_len, params, limits.max_model_len)
-    capacity = limits.num_blocks * limits.block_size
-    if max_len > capacity:
+    if prompt_len + 1 > limits.capacity:
+        return (
+            f"prompt: {prompt_len} tokens given; at most {limits.capacity - 1} are allowed,"
+            f" the size of one rank's cache ({limits.capacity}) less one for the output"
+        )
+    max_len = max_request_len(prompt_len, params, limits)
+    if max_len > limits.capacity:
         return (
             f"max_tokens: {prompt_len} prompt and {max_len - prompt_len} output tokens given;"
-            f" together at most {capacity} are allowed, the size of one rank's cache"
+            f" together at most {limits.capacity} are allowed, the size of one rank's cache"
         )
     return None

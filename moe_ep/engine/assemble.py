@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from attention import BLOCK_SIZE, AttentionBackend, LatentCache, create_attention
-from moe_ep.config import Choice, EngineConfig, ModelConfig, validate
+from moe_ep.config import LOAD_TIMEOUT_S, Choice, EngineConfig, ModelConfig, validate
 from moe_ep.dispatch import BACKENDS as DISPATCHERS
 from moe_ep.dispatch import Dispatcher, create_dispatcher
 from moe_ep.engine import graphs
@@ -123,9 +123,10 @@ class _Assembler:
         attention = create_attention(self.config.attention_backend, spec, device=self.device)
         dispatcher = self._dispatcher()  # its buffers first: the cache gets what is left
         self.room.check_weights(self.expert_spec.num_slots)
-        decoder, report = self._load(attention, dispatcher)
-        if self.device.type == "cpu":
-            use_huge_pages()
+        with self.world.together("loading", LOAD_TIMEOUT_S):
+            decoder, report = self._load(attention, dispatcher)
+            if self.device.type == "cpu":
+                use_huge_pages()
         cache = self._cache()
         pool = BlockPool(cache.num_blocks)
         scheduler = self._scheduler(pool)

@@ -32,11 +32,8 @@ class EngineError(RuntimeError):
 
 @dataclass(frozen=True)
 class RankStatus:
-    """Where a rank stands; may be asked at any time, also of a stuck or failed engine.
-
-    slot_tokens: per MoE layer, tokens that each of this rank's slots has processed so far. eplb:
-    None when experts stay where they are.
-    """
+    """Where a rank stands, without asking the device: may be asked at any time, also of a stuck or
+    failed engine. eplb: None when experts stay where they are."""
 
     rank: int
     progress: Progress
@@ -45,7 +42,6 @@ class RankStatus:
     kv_tokens: int
     kv_blocks_used: int
     kv_blocks_total: int
-    slot_tokens: list[list[int]]
     error: str | None
     eplb: EplbStatus | None = None
 
@@ -71,7 +67,7 @@ class Engine:
         return cls(assemble(config, world), world)
 
     def submit(self, requests: list[EngineRequest]) -> None:
-        """Queue requests; they must have passed ``scheduler.admission_error``."""
+        """Queue requests; they must have passed ``admission_error``."""
         for request in requests:
             self._inbox.put(request)
         self._parts.sync.wake()
@@ -83,8 +79,8 @@ class Engine:
         self._parts.sync.wake()
 
     def poll(self, timeout_s: float) -> list[StepOutput]:
-        """Outputs since the last call; waits for some, returns [] after ``timeout_s``."""
-        self._raise_if_failed()
+        """Outputs since the last call; waits for some, returns [] after ``timeout_s``. What was
+        made before a failure comes first, then ``EngineError``."""
         try:
             outputs = self._outbox.get(timeout=timeout_s)
         except queue.Empty:
@@ -122,10 +118,14 @@ class Engine:
             kv_tokens=scheduler.kv_tokens,
             kv_blocks_used=pool.num_blocks - pool.num_free,
             kv_blocks_total=pool.num_blocks,
-            slot_tokens=[layer.slot_tokens.tolist() for layer in self._parts.decoder.moe_layers],
             error=self._error,
             eplb=self._parts.balancer.status(),
         )
+
+    def slot_tokens(self) -> list[list[int]]:
+        """Per MoE layer, tokens that each of this rank's slots has processed so far. Waits for the
+        device."""
+        return [layer.slot_tokens.tolist() for layer in self._parts.decoder.moe_layers]
 
     def stop(self) -> None:
         """Ask all ranks to end their loops after the current step."""

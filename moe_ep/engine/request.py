@@ -35,7 +35,7 @@ class SamplingParams:
 class FinishReason(Enum):
     STOP = "stop"  # end-of-sequence id, stop id or stop string
     LENGTH = "length"  # max_tokens or the model length
-    ABORT = "abort"  # the client went away or asked for it
+    ABORT = "abort"  # the client went away or asked for it, or the engine cannot go on with it
 
 
 @dataclass(frozen=True)
@@ -56,12 +56,14 @@ class SampledToken:
 
     token_id: the next token; None when the step computed only a part of the known tokens.
     logprobs: of that token, when the request asked for it. prompt_logprobs: of the prompt tokens
-    that this step's chunk gives, in order (``PrefillChunk.prompt_logprob_rows``).
+    that this step's chunk gives, in order (``PrefillChunk.prompt_logprob_rows``). error: why the
+    request must end here, whatever else was found; None when it goes on.
     """
 
     token_id: int | None
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str | None = None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ Knows nothing of queues, nor of other ranks beyond the step shape that all agree
 Shape letters: T tokens of the step (padding included), H hidden, V vocabulary.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -18,11 +19,14 @@ from moe_ep.engine.batch import PrefillChunk, ScheduledBatch
 from moe_ep.engine.graphs import StepGraphs
 from moe_ep.engine.micro_batches import TokenCost, split
 from moe_ep.engine.request import SampledToken, TokenLogprobs
-from moe_ep.engine.sampler import Sampler, prompt_logprobs
+from moe_ep.engine.sampler import Sampler, token_logprobs
 from moe_ep.engine.step_input import MicroBatch, last_rows, make_step_input, whole_batch
 from moe_ep.engine.step_shape import StepShape
 from moe_ep.model.decoder import Decoder, StepInput
 from moe_ep.progress import Stage
+
+# Prompt rows whose logits are computed at a time, to bound the scratch of [rows, V].
+_LOGPROB_ROWS = 64
 
 
 class Runner:
@@ -67,7 +71,7 @@ class Runner:
         if not only_last:
             for request_id, entries in self._prompt_logprobs(hidden, batch).items():
                 token = sampled.get(request_id, SampledToken(None))
-                sampled[request_id] = replace(token, prompt_logprobs=entries)
+                sampled[request_id] = _with_prompt_logprobs(token, entries)
         return sampled
 
     @torch.inference_mode()
@@ -140,14 +144,20 @@ class Runner:
     def _chunk_logprobs(
         self, hidden: torch.Tensor, chunk: PrefillChunk
     ) -> tuple[TokenLogprobs, ...]:
-        rows, request = chunk.prompt_logprob_rows, chunk.request
-        first_target = chunk.start + rows.start + 1  # row i is about the token after its own
-        return prompt_logprobs(
-            self.decoder.logits(hidden[rows.start : rows.stop]),
-            token_ids=request.token_ids[first_target : first_target + len(rows)],
-            num_top=request.params.prompt_logprobs or 0,
-            request_id=request.request_id,
-        )
+        all_rows, num_top = chunk.prompt_logprob_rows, chunk.request.params.prompt_logprobs or 0
+        targets = chunk.request.token_ids[chunk.start + 1 :]  # row i is about the token after it
+        entries: list[TokenLogprobs] = []
+        for at in range(0, len(all_rows), _LOGPROB_ROWS):
+            part = all_rows[at : at + _LOGPROB_ROWS]
+            rows = slice(part.start, part.stop)
+            entries += token_logprobs(self.decoder.logits(hidden[rows]), targets[rows], num_top)
+        return tuple(entries)
+
+
+def _with_prompt_logprobs(token: SampledToken, entries: tuple[TokenLogprobs, ...]) -> SampledToken:
+    is_nan = any(math.isnan(entry.logprob) for entry in entries)
+    error = token.error or ("its prompt logits hold a NaN" if is_nan else None)
+    return replace(token, prompt_logprobs=entries, error=error)
 
 
 def _wants_prompt_logprobs(batch: ScheduledBatch) -> bool:

@@ -6,6 +6,7 @@ an older one. Because whatever is admitted fits into the pool alone, the oldest 
 in every step, and so every request finishes.
 """
 
+import logging
 from collections import deque
 from collections.abc import Collection, Mapping
 
@@ -19,6 +20,8 @@ from moe_ep.engine.request import (
     SampledToken,
     StepOutput,
 )
+
+logger = logging.getLogger(__name__)
 
 
 class Scheduler:
@@ -88,7 +91,7 @@ class Scheduler:
             params=params,
             prompt_len=prompt_len,
             arrival=self._num_arrived,
-            max_len=max_request_len(prompt_len, params, self.limits.max_model_len),
+            max_len=max_request_len(prompt_len, params, self.limits),
             token_ids=list(request.prompt_token_ids),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
         )
@@ -127,23 +130,27 @@ class Scheduler:
         """Account for a step that has run; finished requests leave and free their blocks.
 
         sampled: by request id, for each request that samples in the batch (``token_id``) or has
-        ``prompt_logprob_rows`` (one entry per row, ``token_id`` None unless it samples too).
-        Requests that were aborted after the batch was made are passed over.
+        ``prompt_logprob_rows`` (one entry per row, ``token_id`` None unless it samples too). One
+        with an ``error`` is aborted, and the reason logged; the others go on. Requests that were
+        aborted after the batch was made are passed over.
         """
         for request in batch.decodes:
             request.num_computed_tokens += 1
         for chunk in batch.prefills:
             self._advance(chunk, sampled)
-        alive = [r for r in batch.sampling_requests if self._requests.get(r.request_id) is r]
-        return [self._append(request, sampled[request.request_id]) for request in alive]
+        errors = {name: token.error for name, token in sampled.items() if token.error is not None}
+        members = [*batch.decodes, *(chunk.request for chunk in batch.prefills)]
+        failed = [r for r in members if r.request_id in errors and self._is_alive(r)]
+        ends = [self._fail(request, errors[request.request_id]) for request in failed]
+        alive = [r for r in batch.sampling_requests if self._is_alive(r)]
+        return ends + [self._append(request, sampled[request.request_id]) for request in alive]
 
     def abort(self, request_id: str) -> StepOutput | None:
         """End a request between steps; None when it is unknown or has finished."""
         request = self._requests.get(request_id)
         if request is None:
             return None
-        self._remove(request)
-        return StepOutput(request_id, (), finish_reason=FinishReason.ABORT)
+        return self._abort(request)
 
     def check_integrity(self) -> None:
         """Blocks belong to running requests only, one owner each; the order of arrival holds."""
@@ -215,6 +222,17 @@ class Scheduler:
             assert len(entries) == len(rows), f"{len(entries)} entries for {len(rows)} rows"
             request.prompt_logprobs += entries
         request.num_computed_tokens += chunk.length
+
+    def _is_alive(self, request: Request) -> bool:
+        return self._requests.get(request.request_id) is request
+
+    def _fail(self, request: Request, error: str) -> StepOutput:
+        logger.error("request %s aborted: %s", request.request_id, error)
+        return self._abort(request)
+
+    def _abort(self, request: Request) -> StepOutput:
+        self._remove(request)
+        return StepOutput(request.request_id, (), finish_reason=FinishReason.ABORT)
 
     def _append(self, request: Request, token: SampledToken) -> StepOutput:
         token_id, is_first = token.token_id, request.num_output_tokens == 0

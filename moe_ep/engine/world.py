@@ -4,14 +4,19 @@ Knows nothing of Ray or of models. Rank 0 binds the port itself, so that no port
 """
 
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store, TCPStore
 
 T = TypeVar("T")
+
+_DONE = "done"
 
 
 def serve_store(host: str, timeout_s: float) -> TCPStore:
@@ -72,7 +77,9 @@ class World:
             )
             group = dist.group.WORLD
         self.group = group if num_ranks > 1 else None
-        self.hosts = self.gather(socket.gethostname())  # of each rank
+        # Of each rank; and a name for the keys of this world among others' in the store.
+        self.hosts = self.gather(socket.gethostname())
+        self._name = self.gather(uuid4().hex)[0]
         self.num_local_ranks = self.hosts.count(socket.gethostname())
 
     def gather(self, value: T) -> list[T]:
@@ -82,6 +89,29 @@ class World:
         values = [value] * self.num_ranks
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    @contextmanager
+    def together(self, what: str, timeout_s: float) -> Iterator[None]:
+        """On leaving, wait until all ranks have done ``what``, which may take them longer than an
+        exchange does. Collective; once for each ``what``.
+
+        Raises RuntimeError that names the first rank that failed, and what torch raises after
+        ``timeout_s``.
+        """
+        keys = [f"{self._name}/{what}/{rank}" for rank in range(self.num_ranks)]
+        try:
+            yield
+        except BaseException as error:
+            if self.store is not None:
+                self.store.set(keys[self.rank], f"{type(error).__name__}: {error}")
+            raise
+        if self.store is None:
+            return
+        self.store.set(keys[self.rank], _DONE)
+        for rank, key in enumerate(keys):
+            self.store.wait([key], timedelta(seconds=timeout_s))
+            if (answer := self.store.get(key).decode()) != _DONE:
+                raise RuntimeError(f"rank {rank} failed at {what}: {answer}")
 
     def destroy(self) -> None:
         """Leave the group if this object made it; may be called twice."""

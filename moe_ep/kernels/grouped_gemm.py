@@ -52,6 +52,8 @@ def grouped_gemm(
     block_k = BLOCK if is_scaled else BF16_BLOCK_K
     room = a.shape[1] if is_masked else len(a) // num_slots
     out = torch.empty(*a.shape[:-1], width, dtype=torch.bfloat16, device=a.device)
+    if not out.numel():
+        return out  # no tiles to be tuned on
     _grouped_gemm[(num_programs(a.device, PROGRAMS_PER_SM),)](
         a,
         a_scales,

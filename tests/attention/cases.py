@@ -90,6 +90,21 @@ def make_case(
     return Case(spec, batch, q, latents, w_kv_b.to(spec.dtype), cache)
 
 
+def first_decodes(case: Case, num_requests: int) -> Case:
+    """The first requests of the step alone; all of them decode."""
+    batch = case.batch
+    query_lens = batch.query_lens[:num_requests]
+    alone = AttentionBatch(
+        num_decodes=num_requests,
+        query_lens=query_lens,
+        context_lens=batch.context_lens[:num_requests],
+        block_tables=batch.block_tables[:num_requests],
+        num_padded_tokens=sum(query_lens),
+    )
+    q, latents = case.q[: sum(query_lens)], case.latents[:num_requests]
+    return replace(case, batch=alone, q=q, latents=latents)
+
+
 def scatter(
     latents: list[torch.Tensor], spec: AttentionSpec, generator: torch.Generator
 ) -> tuple[list[list[int]], torch.Tensor]:

@@ -3,7 +3,6 @@
 The cache is poisoned wherever no request wrote.
 """
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,6 +14,7 @@ from tests.attention.cases import (
     RAGGED,
     Case,
     decode,
+    first_decodes,
     flash_mla_spec,
     make_case,
     naive,
@@ -22,16 +22,11 @@ from tests.attention.cases import (
     run_prefill,
 )
 from tests.compare import assert_bits_equal, assert_rows_close
-from tests.emulators.device import emulated_kernels
+
+pytestmark = pytest.mark.usefixtures("sm90")
 
 BF16 = torch.bfloat16
 RTOL = 4e-2  # as for the torch backend in BF16
-
-
-@pytest.fixture(autouse=True)
-def _sm90() -> Iterator[None]:
-    with emulated_kernels():
-        yield
 
 
 def make(lens: list[tuple[int, int]], num_decodes: int, *, num_heads: int = 4) -> Case:
@@ -87,17 +82,7 @@ def test_mixed_batch_runs_each_path_on_its_rows() -> None:
     assert (plan.num_decode_tokens, plan.num_tokens) == (3, 106)
     got = run_prefill(backend, case, plan, slice(3, None))
     assert_rows_close(got.double(), naive(case)[3:], rtol=RTOL, atol=1e-3)
-    decodes = replace(
-        case,
-        q=case.q[:3],
-        latents=case.latents[:2],
-        batch=replace(
-            case.batch,
-            query_lens=[1, 2],
-            context_lens=[100, 3],
-            block_tables=case.batch.block_tables[:2],
-        ),
-    )
+    decodes = first_decodes(case, 2)
     assert_answers(decode(backend, decodes), decodes)
 
 

@@ -1,12 +1,10 @@
 """The stand-in of FlashMLA refuses what the library refuses, ends the process on, or gets wrong."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from tests.compare import assert_rows_close
-from tests.emulators.device import DEVICE, emulated_kernels
+from tests.emulators.device import DEVICE
 from tests.emulators.flash_mla import (
     ProcessWouldExit,
     flash_mla_with_kvcache,
@@ -14,13 +12,9 @@ from tests.emulators.flash_mla import (
 )
 from tests.emulators.test_manifest import described, manifest_of
 
+pytestmark = pytest.mark.usefixtures("sm90")
+
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def _sm90() -> Iterator[None]:
-    with emulated_kernels():
-        yield
 
 
 def arguments(lengths: list[int], num_queries: int = 1, num_heads: int = 2) -> dict:

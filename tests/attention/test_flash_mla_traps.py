@@ -5,7 +5,6 @@ when its guard is taken out.
 """
 
 import importlib
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -15,15 +14,11 @@ from attention import AttentionBackend, AttentionSpec, attention_problem, create
 from attention.flash_mla_attention import FlashMlaAttention
 from tests.attention.cases import Case, decode, flash_mla_spec, make_case, naive
 from tests.compare import assert_rows_close
-from tests.emulators.device import DEVICE, emulated_kernels
+from tests.emulators.device import DEVICE
+
+pytestmark = pytest.mark.usefixtures("sm90")
 
 SPEC = flash_mla_spec()
-
-
-@pytest.fixture(autouse=True)
-def _sm90() -> Iterator[None]:
-    with emulated_kernels():
-        yield
 
 
 @pytest.fixture

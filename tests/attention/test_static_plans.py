@@ -3,37 +3,27 @@
 The cache is poisoned wherever no request wrote, and so is what a request before left in the plan.
 """
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
 from attention import AttentionBatch, attention_capture_problem, create_attention
 from attention import decode_items as items_module
 from attention.decode_items import StaticItems
-from tests.attention.cases import Case, make_case, make_spec
+from tests.attention.cases import Case, flash_mla_spec, make_case, make_spec
 from tests.compare import assert_bits_equal
 from tests.emulators.cuda_graph import EmulatedGraphMaker
-from tests.emulators.device import emulated_kernels
 from tests.kernels.cases import DEVICE
+
+pytestmark = pytest.mark.usefixtures("sm90")
 
 NUM_REQUESTS, MAX_BLOCKS, NUM_BLOCKS = 4, 6, 24
 # Contexts of the requests of one step after the other: all, fewer, none, and one.
 STEPS = [[0, 63, 64, 130], [300, 3], [], [127]]
 
 
-@pytest.fixture(autouse=True)
-def _sm90() -> Iterator[None]:
-    with emulated_kernels():
-        yield
-
-
 def case_of(name: str, contexts: list[int]) -> Case:
-    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64} if name == "flash_mla" else {}
-    dtype = torch.bfloat16 if name == "flash_mla" else torch.float32
-    return make_case(
-        make_spec(dtype, num_heads=2, **sizes), [(c, 1) for c in contexts], len(contexts)
-    )
+    spec = flash_mla_spec(2) if name == "flash_mla" else make_spec(num_heads=2)
+    return make_case(spec, [(context, 1) for context in contexts], len(contexts))
 
 
 @pytest.mark.parametrize("name", ["flash_mla", "triton"])

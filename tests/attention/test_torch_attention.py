@@ -13,6 +13,7 @@ from tests.attention.cases import (
     RAGGED,
     Case,
     decode,
+    first_decodes,
     make_case,
     make_spec,
     naive,
@@ -162,21 +163,9 @@ def test_decode_work_is_proportional_to_the_sum_of_lengths() -> None:
 def test_a_request_does_not_see_its_batch_mates() -> None:
     spec = make_spec()
     case = make_case(spec, [(700, 1), (20, 1)], 2)
-    alone = replace(
-        case,
-        q=case.q[:1],
-        latents=case.latents[:1],
-        batch=replace(
-            case.batch,
-            num_decodes=1,
-            query_lens=[1],
-            context_lens=[700],
-            block_tables=case.batch.block_tables[:1],
-        ),
-    )
     backend = create_attention("torch", spec)
     both = decode(backend, case)
-    assert_rows_close(both[:1], decode(backend, alone))
+    assert_rows_close(both[:1], decode(backend, first_decodes(case, 1)))
     assert_bits_equal(decode(backend, case), both)
 
 

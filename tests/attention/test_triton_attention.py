@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from attention import AttentionBackend, AttentionBatch, attention_problem, create_attention
+from attention import AttentionBackend, attention_problem, create_attention
 from attention import decode_items as items_module
 from attention.decode_items import cut, plan_items
 from attention.triton_attention import TritonAttention
@@ -13,6 +13,7 @@ from tests.attention.cases import (
     Case,
     decode,
     decode_absorbed,
+    first_decodes,
     make_case,
     make_spec,
     naive,
@@ -78,18 +79,10 @@ def test_decode_does_not_depend_on_how_it_is_cut(
 
 def test_a_request_does_not_see_its_batch_mates() -> None:
     case = make_case(make_spec(torch.bfloat16), [(600, 1), (20, 2)], 2)
-    first = AttentionBatch(
-        num_decodes=1,
-        query_lens=[1],
-        context_lens=[600],
-        block_tables=case.batch.block_tables[:1],
-        num_padded_tokens=1,
-    )
     q = torch.randn(3, case.spec.num_heads, case.spec.latent_dim).bfloat16()
-    alone = replace(case, batch=first)
     backend = make_backend(case)
     together = decode_absorbed(backend, case, q)
-    assert_bits_equal(together[:1], decode_absorbed(backend, alone, q[:1]))
+    assert_bits_equal(together[:1], decode_absorbed(backend, first_decodes(case, 1), q[:1]))
 
 
 def test_large_scores_do_not_overflow() -> None:

@@ -6,10 +6,11 @@ Every input is a function of the case and the rank, so anyone can recompute what
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from moe_ep.dispatch import Dispatched, Dispatcher, DispatchSpec, MaskedLayout, Mode
+from moe_ep.dispatch import Dispatched, Dispatcher, DispatchSpec, MaskedLayout, Mode, Pending
 from moe_ep.fp8 import FP8, ScaleFormat, dequantize_rows, quantize_rows
 from tests.compare import assert_bits_equal, assert_rows_close
 from tests.emulators.deep_gemm.layout import unpack
@@ -107,6 +108,11 @@ def inputs_of(case: Case, rank: int) -> Inputs:
     )
 
 
+def arguments(case: Case, rank: int, mode: Mode) -> dict[str, Any]:
+    """Of the rank's ``dispatch``."""
+    return {**vars(inputs_of(case, rank)), "mode": mode}
+
+
 def _slots(case: Case, rank: int, generator: torch.Generator) -> torch.Tensor:
     num_slots, per_rank = case.spec.num_slots, case.num_slots_per_rank
     shape = (case.num_tokens[rank], case.num_topk)
@@ -147,13 +153,37 @@ def expert(slot: int, values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def run_experts(case: Case, rank: int, dispatched: Dispatched) -> torch.Tensor:
-    """Apply ``expert`` to the rows that the layout covers; the rest of the output is NaN."""
+    """Apply ``expert`` to the rows that the layout covers, and row weights if there are any; the
+    rest of the output is NaN."""
     y = torch.full(dispatched.rows.shape, float("nan"), dtype=case.out_dtype)
     for slot, rows in enumerate(slot_rows(dispatched)):
         values = row_values(dispatched)[rows]
         flat = y.view(-1, case.hidden)
         flat[rows] = expert(rank * case.num_slots_per_rank + slot, values, case.out_dtype)
-    return y
+    if dispatched.row_weights is None:
+        return y
+    assert len(dispatched.row_weights) == len(y)
+    return (y.float() * dispatched.row_weights.unsqueeze(1)).to(y.dtype)
+
+
+def start_combine(
+    dispatcher: Dispatcher, case: Case, rank: int, pending: Pending[Dispatched]
+) -> Pending[torch.Tensor]:
+    """Wait for a dispatch, run the experts, start the way back."""
+    dispatched = pending.wait()
+    return dispatcher.combine(y=run_experts(case, rank, dispatched), dispatched=dispatched)
+
+
+def run_in_turns(
+    dispatcher: Dispatcher, todo: list[Case], rank: int, mode: Mode
+) -> list[torch.Tensor]:
+    """Micro-batches of one dispatcher, each step of one between the steps of the others."""
+    going = [dispatcher.dispatch(**arguments(case, rank, mode)) for case in todo]
+    coming = [
+        start_combine(dispatcher, case, rank, pending)
+        for case, pending in zip(todo, going, strict=True)
+    ]
+    return [pending.wait().clone() for pending in coming]
 
 
 def row_values(dispatched: Dispatched) -> torch.Tensor:

@@ -11,24 +11,25 @@ from typing import Any
 
 import torch
 
-from moe_ep.dispatch import Dispatched, Dispatcher, DispatchSpec, Mode, Pending
+from moe_ep.dispatch import Dispatcher, DispatchSpec, Mode
 from moe_ep.dispatch import create_dispatcher as create
-from moe_ep.fp8 import FP8, ScaleFormat
+from moe_ep.fp8 import FP8, ScaleFormat, quantize_rows
 from tests.compare import assert_rows_close
 from tests.dispatch.cases import (
+    BF16,
     Case,
     Quantizer,
+    arguments,
     expected_output,
     inputs_of,
     run_experts,
     slot_rows,
 )
-from tests.emulators.deep_ep.low_latency import as_ue8m0
+from tests.emulators.deep_ep.low_latency import as_ue8m0, quantize_in_kernel
 from tests.emulators.install import emulated
 from tests.ranks import RankInfo
 
 BACKENDS = ["deepep", "deepep_v2"]
-BF16 = torch.bfloat16
 HIDDEN = 2048  # the smallest with low-latency kernels
 ALIGNMENT = 128
 # Roundings to bfloat16 on the way: the expert, its weighting in V2, the sum of a rank, of all.
@@ -71,31 +72,11 @@ def cases(num_ranks: int, payload_dtype: torch.dtype) -> list[Case]:
     ]
 
 
-def arguments(case: Case, rank: int, mode: Mode) -> dict[str, Any]:
-    inputs = inputs_of(case, rank)
-    return {
-        "x": inputs.x,
-        "topk_slots": inputs.topk_slots,
-        "topk_weights": inputs.topk_weights,
-        "mode": mode,
-    }
-
-
-def outputs(case: Case, rank: int, dispatched: Dispatched) -> torch.Tensor:
-    """Experts that apply the row weights when they are asked to; rows of no slot are NaN."""
-    y = run_experts(case, rank, dispatched)
-    if dispatched.row_weights is None:
-        return y
-    assert len(dispatched.row_weights) == len(y)
-    return (y.float() * dispatched.row_weights.unsqueeze(1)).to(y.dtype)
-
-
-def start_combine(
-    dispatcher: Dispatcher, case: Case, rank: int, pending: Pending[Dispatched]
-) -> Pending[torch.Tensor]:
-    """Wait for a dispatch, run the experts, start the way back."""
-    dispatched = pending.wait()
-    return dispatcher.combine(y=outputs(case, rank, dispatched), dispatched=dispatched)
+def quantizer_of(backend: str, mode: Mode, *, use_ue8m0: bool = False) -> Quantizer:
+    """Low-latency kernels of V1 quantise by themselves; elsewhere the adapter does it before."""
+    if backend == "deepep" and mode is Mode.LOW_LATENCY:
+        return partial(quantize_in_kernel, round_scale=use_ue8m0)
+    return partial(quantize_rows, use_ue8m0=use_ue8m0)
 
 
 def run_case(dispatcher: Dispatcher, case: Case, rank: int, mode: Mode) -> Result:
@@ -107,7 +88,7 @@ def run_case(dispatcher: Dispatcher, case: Case, rank: int, mode: Mode) -> Resul
         flat = torch.cat([flat, scales.view(torch.uint8)], dim=1)
     slots = [flat[rows.start : rows.stop].clone() for rows in slot_rows(dispatched)]
     counts = dispatched.layout.counts.tolist()
-    y = outputs(case, rank, dispatched)
+    y = run_experts(case, rank, dispatched)
     out = dispatcher.combine(y=y, dispatched=dispatched).wait().clone()
     weighted = dispatched.row_weights is not None
     return Result(out, slots, counts, tuple(dispatched.rows.shape), weighted)

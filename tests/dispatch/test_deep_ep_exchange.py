@@ -8,28 +8,26 @@ import torch
 
 from moe_ep import kernels
 from moe_ep.dispatch import Dispatcher, Mode, create_dispatcher
-from moe_ep.experts.base import ExpertSpec, ExpertWeights
+from moe_ep.experts.base import ExpertSpec
 from moe_ep.experts.torch_experts import TorchExperts
-from moe_ep.fp8 import FP8, ScaleFormat, quantize_blocks, quantize_rows
+from moe_ep.fp8 import FP8, ScaleFormat
 from tests.compare import assert_bits_equal, assert_rows_close
-from tests.dispatch.cases import Case, expected_output
+from tests.dispatch.cases import BF16, Case, arguments, expected_output, inputs_of, start_combine
 from tests.dispatch.deep_ep_cases import (
     BACKENDS,
-    BF16,
     HIDDEN,
     Result,
-    arguments,
     case,
     cases,
     check,
     is_masked,
     on_stand_in,
+    quantizer_of,
     run_case,
     run_cases,
-    start_combine,
 )
-from tests.emulators.deep_ep.low_latency import quantize_in_kernel
 from tests.emulators.install import emulated
+from tests.experts.cases import random_weights
 from tests.ranks import RankInfo, RankPool
 
 
@@ -43,7 +41,7 @@ def test_adapter_equals_the_reference(rank_pool: RankPool, backend, num_ranks, p
         for one, by_mode in zip(todo, results, strict=True):
             for mode, result in by_mode.items():
                 is_kernel = backend == "deepep" and mode is Mode.LOW_LATENCY
-                check(one, rank, result, quantize_in_kernel if is_kernel else quantize_rows)
+                check(one, rank, result, quantizer_of(backend, mode))
                 assert is_masked(result) == is_kernel
                 assert result.has_row_weights == (backend == "deepep_v2")
                 if backend == "deepep" and mode is Mode.NORMAL:  # sums in the reference's order
@@ -57,13 +55,10 @@ def test_trap_07_scales_for_sm100_are_powers_of_two_four_to_a_word(
 ):
     todo = [replace(one, scale_format=ScaleFormat.UE8M0) for one in cases(num_ranks, FP8)[:4]]
     by_rank = rank_pool.run(run_cases, num_ranks, backend, todo)
-    in_kernel = partial(quantize_in_kernel, round_scale=True)
-    before = partial(quantize_rows, use_ue8m0=True)
     for rank, results in enumerate(by_rank):
         for one, by_mode in zip(todo, results, strict=True):
             for mode, result in by_mode.items():
-                is_kernel = backend == "deepep" and mode is Mode.LOW_LATENCY
-                check(one, rank, result, in_kernel if is_kernel else before)
+                check(one, rank, result, quantizer_of(backend, mode, use_ue8m0=True))
 
 
 def _run_with_kernels(info: RankInfo, todo: list[Case]) -> list[Result]:
@@ -82,7 +77,7 @@ def test_rows_expanded_by_kernels_are_the_same(rank_pool: RankPool):
     for rank, results in enumerate(by_rank):
         for one, result in zip(todo, results, strict=True):
             is_ue8m0 = one.scale_format is ScaleFormat.UE8M0
-            check(one, rank, result, partial(quantize_rows, use_ue8m0=is_ue8m0))
+            check(one, rank, result, quantizer_of("deepep", Mode.NORMAL, use_ue8m0=is_ue8m0))
 
 
 def _again_and_again(info: RankInfo, backend: str) -> dict[Mode, list[torch.Tensor]]:
@@ -111,14 +106,8 @@ def _real_experts(info: RankInfo, backend: str) -> dict[Mode, torch.Tensor]:
     one = case("holes", (9, 5), num_padding=2, num_slots_per_rank=2)
     spec = ExpertSpec(num_slots=2, hidden=HIDDEN, intermediate=256, dtype=BF16, is_fp8=True)
     experts = TorchExperts(spec)
-    generator = torch.Generator().manual_seed(info.rank)
     for slot in range(2):
-        weights = [
-            quantize_blocks(torch.randn(shape, generator=generator) / 32)
-            for shape in ((256, HIDDEN), (256, HIDDEN), (HIDDEN, 256))
-        ]
-        (gate, gate_scale), (up, up_scale), (down, down_scale) = weights
-        experts.load_slot(slot, ExpertWeights(gate, up, down, gate_scale, up_scale, down_scale))
+        experts.load_slot(slot, random_weights(spec, seed=2 * info.rank + slot))
 
     def work(dispatcher: Dispatcher) -> dict[Mode, torch.Tensor]:
         outs = {}
@@ -149,12 +138,11 @@ def _refuse(info: RankInfo, backend: str) -> str:
         create_dispatcher(backend, one.spec, None)
 
     def work(dispatcher: Dispatcher) -> str:
-        given = arguments(one, info.rank, Mode.LOW_LATENCY)
+        given = vars(inputs_of(one, info.rank))
+        twice = {name: value.repeat(2, 1) for name, value in given.items()}
         with pytest.raises(ValueError, match="capacity = 4 allowed"):
-            dispatcher.dispatch(
-                **{n: v if n == "mode" else v.repeat(2, 1) for n, v in given.items()}
-            )
-        pending = dispatcher.dispatch(**given)
+            dispatcher.dispatch(**twice, mode=Mode.LOW_LATENCY)
+        pending = dispatcher.dispatch(**given, mode=Mode.LOW_LATENCY)
         start_combine(dispatcher, one, info.rank, pending).wait()
         dispatcher.destroy()  # again by the caller
         return "done"

@@ -10,7 +10,8 @@ import torch
 
 from moe_ep.dispatch import ContiguousLayout, Dispatcher, Mode
 from tests.compare import assert_bits_equal
-from tests.dispatch.deep_ep_cases import BACKENDS, BF16, HIDDEN, arguments, case, on_stand_in
+from tests.dispatch.cases import BF16, arguments
+from tests.dispatch.deep_ep_cases import BACKENDS, HIDDEN, case, on_stand_in
 from tests.ranks import RankInfo, RankPool
 
 

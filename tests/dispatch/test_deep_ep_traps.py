@@ -6,6 +6,7 @@ The number is the trap's; taking away the guard that a test names makes it fail.
 import os
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -13,21 +14,23 @@ import torch
 from moe_ep.dispatch import Dispatcher, Mode, deep_ep_v1
 from moe_ep.dispatch.deep_ep_v1 import DeepEpV1Dispatcher
 from moe_ep.dispatch.deep_ep_v2 import DeepEpV2Dispatcher
-from moe_ep.fp8 import quantize_rows
 from tests.compare import assert_bits_equal, assert_rows_close
-from tests.dispatch.cases import expected_output
-from tests.dispatch.deep_ep_cases import (
-    BACKENDS,
+from tests.dispatch.cases import (
     BF16,
-    HIDDEN,
-    RTOL,
     arguments,
-    case,
-    on_stand_in,
-    outputs,
+    expected_output,
+    inputs_of,
+    run_in_turns,
     start_combine,
 )
-from tests.emulators.deep_ep.low_latency import quantize_in_kernel
+from tests.dispatch.deep_ep_cases import (
+    BACKENDS,
+    HIDDEN,
+    RTOL,
+    case,
+    on_stand_in,
+    quantizer_of,
+)
 from tests.emulators.install import emulated
 from tests.ranks import RankInfo, RankPool
 
@@ -69,20 +72,18 @@ def test_trap_01_weights_are_applied_once(rank_pool: RankPool, backend):
 
 
 def _constant_sizes(info: RankInfo, backend: str) -> int:
-    """Steps of all sizes on one dispatcher; the low-latency calls of V1 would trap on another n."""
+    """Steps of several sizes, each the same on all ranks, on one dispatcher; the low-latency calls
+    of V1 would trap on another n."""
     one = case("uniform", (9, 9))
+    given = vars(inputs_of(one, info.rank))
 
     def work(dispatcher: Dispatcher) -> int:
         for num_tokens in (1, 9, 0, 4):
             for mode in Mode:
-                given = arguments(one, info.rank, mode)
-                short = {
-                    name: value if name == "mode" else value[: num_tokens + info.rank * 0]
-                    for name, value in given.items()
-                }
-                dispatched = dispatcher.dispatch(**short).wait()
-                y = outputs(one, info.rank, dispatched)
-                dispatcher.combine(y=y, dispatched=dispatched).wait()
+                pending = dispatcher.dispatch(
+                    **{name: value[:num_tokens] for name, value in given.items()}, mode=mode
+                )
+                start_combine(dispatcher, one, info.rank, pending).wait()
         if isinstance(dispatcher, DeepEpV2Dispatcher):
             return len(dispatcher._buffer.kernels)
         return 0
@@ -99,29 +100,21 @@ def test_trap_10_sizes_are_constants_of_the_spec(rank_pool: RankPool):
 # 11
 
 
+PAIR = [case("uniform", (5, 5)), case("skewed", (5, 5))]
+
+
 def _two_in_flight(info: RankInfo, backend: str, mode: Mode) -> list[torch.Tensor]:
     """Two micro-batches by turns; each send comes before the other's wait."""
-    pair = [case("uniform", (5, 5)), case("skewed", (5, 5))]
-
-    def work(dispatcher: Dispatcher) -> list[torch.Tensor]:
-        going = [dispatcher.dispatch(**arguments(one, info.rank, mode)) for one in pair]
-        coming = [
-            start_combine(dispatcher, one, info.rank, pending)
-            for one, pending in zip(pair, going, strict=True)
-        ]
-        return [pending.wait().clone() for pending in coming]
-
-    return on_stand_in(info, backend, pair[0].spec, work)
+    work = partial(run_in_turns, todo=PAIR, rank=info.rank, mode=mode)
+    return on_stand_in(info, backend, PAIR[0].spec, work)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("mode", list(Mode))
 def test_trap_11_hook_called_before_next_send(rank_pool: RankPool, backend, mode):
-    is_kernel = backend == "deepep" and mode is Mode.LOW_LATENCY
-    quantize = quantize_in_kernel if is_kernel else quantize_rows
     for rank, outs in enumerate(rank_pool.run(_two_in_flight, 2, backend, mode)):
-        for routing, out in zip(("uniform", "skewed"), outs, strict=True):
-            expected = expected_output(case(routing, (5, 5)), rank, quantize)
+        for one, out in zip(PAIR, outs, strict=True):
+            expected = expected_output(one, rank, quantizer_of(backend, mode))
             assert_rows_close(out, expected, rtol=RTOL, atol=0.0)
 
 

@@ -6,7 +6,6 @@ import time
 import pytest
 import torch
 
-from moe_ep import kernels
 from moe_ep.dispatch import Mode, create_dispatcher
 from moe_ep.fp8 import FP8
 from tests.compare import assert_bits_equal, assert_rows_close
@@ -17,12 +16,15 @@ from tests.dispatch.cases import (
     RTOL,
     Case,
     Result,
+    arguments,
     cases,
     check,
     expected_output,
     inputs_of,
     run_case,
     run_experts,
+    run_in_turns,
+    start_combine,
 )
 from tests.ranks import RankInfo, RankPool
 
@@ -46,14 +48,7 @@ def test_collective_equals_the_reference(rank_pool: RankPool, num_ranks, payload
             check(case, rank, result)
 
 
-@pytest.fixture(params=["host", "kernels"])
-def local_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Where the local backend lays rows out; the kernels run in their interpreter."""
-    monkeypatch.setattr(kernels, "are_used", lambda device: request.param == "kernels")
-    return request.param
-
-
-@pytest.mark.usefixtures("local_path")
+@pytest.mark.usefixtures("kernels_or_torch")
 @pytest.mark.parametrize(("payload_dtype", "out_dtype"), DTYPES)
 def test_local_equals_the_reference(payload_dtype, out_dtype):
     for case in cases(1, payload_dtype, out_dtype):
@@ -65,16 +60,11 @@ def _run_with_delays(info: RankInfo, case: Case, num_runs: int) -> list[torch.Te
     """Ranks start each stage at random times, so messages arrive in ever other orders."""
     delays = random.Random(info.rank)
     dispatcher = create_dispatcher("collective", case.spec, info.group)
-    inputs = inputs_of(case, info.rank)
+    given = arguments(case, info.rank, Mode.LOW_LATENCY)
     outs = []
     for _ in range(num_runs):
         time.sleep(delays.random() / 50)
-        dispatched = dispatcher.dispatch(
-            x=inputs.x,
-            topk_slots=inputs.topk_slots,
-            topk_weights=inputs.topk_weights,
-            mode=Mode.LOW_LATENCY,
-        ).wait()
+        dispatched = dispatcher.dispatch(**given).wait()
         time.sleep(delays.random() / 50)
         y = run_experts(case, info.rank, dispatched)
         outs.append(dispatcher.combine(y=y, dispatched=dispatched).wait())
@@ -90,17 +80,12 @@ def test_arrival_order_never_changes_a_bit(rank_pool: RankPool):
 
 def _run_alone_and_together(info: RankInfo, case: Case) -> tuple[torch.Tensor, torch.Tensor]:
     dispatcher = create_dispatcher("collective", case.spec, info.group)
-    inputs = inputs_of(case, info.rank)
+    given = vars(inputs_of(case, info.rank))
     outs = []
     for keep in (slice(None), slice(2, 3)):
-        dispatched = dispatcher.dispatch(
-            x=inputs.x[keep],
-            topk_slots=inputs.topk_slots[keep],
-            topk_weights=inputs.topk_weights[keep],
-            mode=Mode.NORMAL,
-        ).wait()
-        y = run_experts(case, info.rank, dispatched)
-        outs.append(dispatcher.combine(y=y, dispatched=dispatched).wait())
+        kept = {name: value[keep] for name, value in given.items()}
+        pending = dispatcher.dispatch(**kept, mode=Mode.NORMAL)
+        outs.append(start_combine(dispatcher, case, info.rank, pending).wait())
     return outs[0][2:3], outs[1]
 
 
@@ -111,21 +96,8 @@ def test_batch_mates_never_change_a_bit(rank_pool: RankPool):
 
 
 def _run_two_in_flight(info: RankInfo, todo: list[Case]) -> list[torch.Tensor]:
-    """Two micro-batches of one dispatcher, each step of one between the steps of the other."""
     dispatcher = create_dispatcher("collective", todo[0].spec, info.group)
-    inputs = [inputs_of(case, info.rank) for case in todo]
-    going = [
-        dispatcher.dispatch(
-            x=i.x, topk_slots=i.topk_slots, topk_weights=i.topk_weights, mode=Mode.NORMAL
-        )
-        for i in inputs
-    ]
-    coming = []
-    for case, pending in zip(todo, going, strict=True):
-        dispatched = pending.wait()
-        y = run_experts(case, info.rank, dispatched)
-        coming.append(dispatcher.combine(y=y, dispatched=dispatched))
-    return [pending.wait() for pending in coming]
+    return run_in_turns(dispatcher, todo, info.rank, Mode.NORMAL)
 
 
 def test_two_micro_batches_in_flight_do_not_mix(rank_pool: RankPool):

@@ -3,18 +3,14 @@
 import pytest
 import torch
 
-from moe_ep import kernels
 from moe_ep.dispatch.expand import expand
 from moe_ep.fp8 import FP8
 from tests.compare import assert_bits_equal
 from tests.kernels.cases import DEVICE
 
+pytestmark = pytest.mark.usefixtures("kernels_or_torch")
+
 NAN = float("nan")
-
-
-@pytest.fixture(autouse=True, params=["torch", "kernels"])
-def _implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "are_used", lambda device: request.param == "kernels")
 
 
 def test_rows_are_expanded_and_summed_as_worked_by_hand():

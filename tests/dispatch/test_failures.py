@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moe_ep.dispatch import BACKENDS, DispatchSpec, Mode, create_dispatcher, resolve_backend
 from moe_ep.fp8 import FP8
-from tests.dispatch.cases import Case, inputs_of, run_experts
+from tests.dispatch.cases import Case, arguments, run_experts
 from tests.ranks import RankInfo, RankPool, run_ranks
 
 SPEC = DispatchSpec(
@@ -114,7 +114,6 @@ def test_collective_needs_a_group_and_rows_of_whole_words():
 def _refuse_then_go_on(info: RankInfo, case: Case) -> torch.Tensor:
     """Only rank 0 is over the limit; had it sent anything, the next exchange would be off."""
     dispatcher = create_dispatcher("collective", case.spec, info.group)
-    inputs = inputs_of(case, info.rank)
     if info.rank == 0:
         x = torch.zeros(case.spec.capacity + 1, case.hidden)
         slots = torch.zeros(len(x), case.num_topk, dtype=torch.int64)
@@ -122,16 +121,8 @@ def _refuse_then_go_on(info: RankInfo, case: Case) -> torch.Tensor:
             dispatcher.dispatch(
                 x=x, topk_slots=slots, topk_weights=slots.float(), mode=Mode.LOW_LATENCY
             )
-    return (
-        dispatcher.dispatch(
-            x=inputs.x,
-            topk_slots=inputs.topk_slots,
-            topk_weights=inputs.topk_weights,
-            mode=Mode.LOW_LATENCY,
-        )
-        .wait()
-        .layout.counts
-    )
+    pending = dispatcher.dispatch(**arguments(case, info.rank, Mode.LOW_LATENCY))
+    return pending.wait().layout.counts
 
 
 def test_capacity_exceeded_is_refused_before_the_exchange(rank_pool: RankPool):
@@ -143,7 +134,6 @@ def _lose_rank_one(info: RankInfo, stage: str, is_dead: bool) -> str:
     case = Case("uniform", (4, 4))
     group = dist.new_group(timeout=timedelta(seconds=3))
     dispatcher = create_dispatcher("collective", case.spec, group)
-    inputs = inputs_of(case, info.rank)
     if info.rank == 0:
         info.store.set("rank 0 is connected", "")
     info.store.wait(["rank 0 is connected"])
@@ -156,12 +146,7 @@ def _lose_rank_one(info: RankInfo, stage: str, is_dead: bool) -> str:
 
     try:
         stop_here("counts")
-        dispatched = dispatcher.dispatch(
-            x=inputs.x,
-            topk_slots=inputs.topk_slots,
-            topk_weights=inputs.topk_weights,
-            mode=Mode.NORMAL,
-        ).wait()
+        dispatched = dispatcher.dispatch(**arguments(case, info.rank, Mode.NORMAL)).wait()
         stop_here("combine")
         y = run_experts(case, info.rank, dispatched)
         dispatcher.combine(y=y, dispatched=dispatched).wait()

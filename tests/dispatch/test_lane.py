@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from moe_ep.dispatch import Mode, create_dispatcher
 from moe_ep.dispatch.lane import Lane
-from tests.dispatch.cases import Case, inputs_of
+from tests.dispatch.cases import Case, arguments
 from tests.ranks import RankInfo, RankPool, run_ranks
 
 WAIT_S = 10.0
@@ -112,7 +112,7 @@ def _travel_without_waiting(info: RankInfo) -> list[int]:
     case = Case("uniform", (4, 4))
     dispatcher = create_dispatcher("collective", case.spec, info.group)
     dispatcher._group = spy = _Spy(info.group)
-    given = vars(inputs_of(case, info.rank)) | {"mode": Mode.NORMAL}
+    given = arguments(case, info.rank, Mode.NORMAL)
     pending, ended = [], []
     for num_works in (2, 4):  # counts and payload of each
         pending.append(dispatcher.dispatch(**given))
@@ -136,7 +136,7 @@ def _lose_rank_one_with_two_in_flight(info: RankInfo, is_dead: bool) -> str:
     dispatcher = create_dispatcher(
         "collective", case.spec, dist.new_group(timeout=timedelta(seconds=3))
     )
-    given = vars(inputs_of(case, info.rank)) | {"mode": Mode.NORMAL}
+    given = arguments(case, info.rank, Mode.NORMAL)
     first = dispatcher.dispatch(**given)
     if info.rank == 1:
         first.wait()  # its tokens have left

@@ -1,9 +1,15 @@
 """Runs requests through real engines, in this process or on rank processes, without Ray."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import torch
 
+from attention import new_tokens
+from eplb.status import EplbStatus
+from moe_ep import kernels
 from moe_ep.config import EngineConfig
 from moe_ep.engine.engine import Engine
 from moe_ep.engine.request import EngineRequest, SampledToken, SamplingParams, StepOutput
@@ -27,6 +33,7 @@ class RankResult:
     num_preemptions: int
     num_steps: int
     slot_tokens: list[list[int]]
+    eplb: EplbStatus | None
 
 
 class RecordingSampler(Sampler):
@@ -45,6 +52,11 @@ PREEMPTIONS: dict[str, int] = {}
 
 def greedy(max_tokens: int, **params) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=max_tokens, seed=0, **params)
+
+
+def dealt(requests: list[EngineRequest], num_ranks: int) -> list[list[EngineRequest]]:
+    """The requests of each rank, which take them in turn."""
+    return [requests[rank::num_ranks] for rank in range(num_ranks)]
 
 
 def run_engine(config: EngineConfig, world: World, requests: list[EngineRequest]) -> RankResult:
@@ -68,18 +80,43 @@ def run_engine(config: EngineConfig, world: World, requests: list[EngineRequest]
     for request_id, result in results.items():
         result.logits = RECORDED.get(request_id, [])
     status = engine.status()
-    return RankResult(results, sum(PREEMPTIONS.values()), status.progress.step, status.slot_tokens)
+    return RankResult(
+        results,
+        num_preemptions=sum(PREEMPTIONS.values()),
+        num_steps=status.progress.step,
+        slot_tokens=engine.slot_tokens(),
+        eplb=status.eplb,
+    )
+
+
+def world_alone() -> World:
+    """Of an engine of one rank, in this process."""
+    return World(rank=0, num_ranks=1, store=None, timeout_s=30.0)
+
+
+def world_of(info: RankInfo) -> World:
+    """Of an engine of all ranks of a job, over the job's own group."""
+    return World(
+        rank=info.rank,
+        num_ranks=info.num_ranks,
+        store=info.store,
+        timeout_s=30.0,
+        group=info.group,
+    )
 
 
 def engine_worker(
     info: RankInfo, config: EngineConfig, requests_by_rank: list[list[EngineRequest]]
 ) -> RankResult:
     """Worker for ``RankPool.run``: one engine per rank, each with its own requests."""
-    world = World(
-        rank=info.rank,
-        num_ranks=info.num_ranks,
-        store=info.store,
-        timeout_s=30.0,
-        group=info.group if info.num_ranks > 1 else None,
-    )
-    return run_engine(config, world, requests_by_rank[info.rank])
+    return run_engine(config, world_of(info), requests_by_rank[info.rank])
+
+
+@contextmanager
+def kernels_alone() -> Iterator[None]:
+    """As on a GPU without libraries, where kernels do all that torch could do too."""
+    with (
+        patch.object(kernels, "are_used", lambda device: True),
+        patch.object(new_tokens, "uses_kernel", lambda device: True),
+    ):
+        yield

@@ -17,9 +17,8 @@ from eplb.status import EplbStatus
 from moe_ep.config import EngineConfig
 from moe_ep.engine.engine import Engine, EngineError
 from moe_ep.engine.request import EngineRequest
-from moe_ep.engine.world import World
-from tests.engine.driver import PREEMPTIONS, RecordingSampler
-from tests.eplb.placements import random_placement
+from tests.engine.driver import PREEMPTIONS, RecordingSampler, world_of
+from tests.eplb.placements import reshuffled
 from tests.ranks import RankInfo
 
 ABORTED = "2"  # the request that a script may abort
@@ -40,20 +39,12 @@ class ScriptedEngine(Engine):
 class Run:
     texts: dict[str, list[int]]
     eplb: EplbStatus | None
-    num_steps: int
     num_preemptions: int
     error: str | None
 
 
 def shuffled(loads: torch.Tensor, current: Placement, cost: CostModel) -> Placement:
-    table = current.physical_to_logical
-    return random_placement(
-        int((table * torch.arange(table.numel()).view_as(table)).sum()),
-        num_layers=current.num_layers,
-        num_ranks=current.num_ranks,
-        num_experts=current.num_experts,
-        slots_per_rank=current.num_slots_per_rank,
-    )
+    return reshuffled(current)
 
 
 class FaultySlots(glue.EngineSlots):
@@ -85,7 +76,7 @@ def worker(
     FaultySlots.fails_at = fails_at if rank == info.rank else None
     glue.EngineSlots = FaultySlots
     glue.next_placement = shuffled
-    engine = ScriptedEngine.create(config, _world(info), num_threads=1)
+    engine = ScriptedEngine.create(config, world_of(info), num_threads=1)
     engine.aborts_at = script.get("aborts_at")
     engine.submit(requests[info.rank])
     engine._parts.sync.sleep = lambda has_work: engine._stopping.set()
@@ -100,26 +91,15 @@ def worker(
     while not engine._outbox.empty():
         for output in engine._outbox.get():
             texts[output.request_id] += output.token_ids
-    status = engine.status()
-    return Run(texts, status.eplb, status.progress.step, sum(PREEMPTIONS.values()), error)
+    return Run(texts, engine.status().eplb, sum(PREEMPTIONS.values()), error)
 
 
 def loading_worker(info: RankInfo, config: EngineConfig) -> tuple[str, ...]:
     """Names of the tensors that the rank read."""
-    engine = Engine.create(config, _world(info), num_threads=1)
+    engine = Engine.create(config, world_of(info), num_threads=1)
     engine._parts.dispatcher.destroy()
     return engine.info.load_report.loaded
 
 
 def unlike_worker(info: RankInfo, configs: list[EngineConfig]) -> None:
-    Engine.create(configs[info.rank], _world(info), num_threads=1)
-
-
-def _world(info: RankInfo) -> World:
-    return World(
-        rank=info.rank,
-        num_ranks=info.num_ranks,
-        store=info.store,
-        timeout_s=20.0,
-        group=info.group,
-    )
+    Engine.create(configs[info.rank], world_of(info), num_threads=1)

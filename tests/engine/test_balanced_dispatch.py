@@ -56,7 +56,7 @@ def test_tokens_follow_the_shares_and_the_text_does_not_change(
         tiny_checkpoint("v3"), ep_size=EP_SIZE, ep_num_redundant_experts=NUM_SLOTS - NUM_EXPERTS,
         init_expert_location=str(path), ep_dispatch_algorithm="balanced", **flags,
     )  # fmt: skip
-    results = run(rank_pool, config, 160)
+    results = run(rank_pool, config)
     check_exact(results, reference("v3"))
     placement = rebalance(uneven_loads(), num_slots=NUM_SLOTS, num_ranks=EP_SIZE)
     shares = balanced_shares(placement, uneven_loads())
@@ -86,8 +86,8 @@ def staying_worker(
         patch.object(glue, "next_placement", lambda loads, placement, cost: placement),
         patch.object(Engine, "create", kept),
     ):
-        engine_worker(info, config, requests)
-    return [*tables, current()], engines[0].status().eplb
+        result = engine_worker(info, config, requests)
+    return [*tables, current()], result.eplb
 
 
 def test_shares_are_renewed_where_no_expert_moves(rank_pool):

@@ -6,14 +6,12 @@ products here, so their inputs are rounded to FP8 too.
 
 import pytest
 
-from attention import new_tokens
-from moe_ep import kernels
 from moe_ep.config import EngineConfig
 from moe_ep.engine.request import EngineRequest
 from tests.emulators.device import emulated_kernels
 from tests.emulators.install import emulated
-from tests.engine.driver import RankResult, engine_worker, greedy
-from tests.engine.test_parity import FP8, NUM_NEW, check_rows, config_for, prompts, reference
+from tests.engine.driver import RankResult, dealt, engine_worker, kernels_alone
+from tests.engine.test_parity import FP8, check_rows, config_for, prompt_requests, reference
 from tests.engine.test_parity import run as run_as_is
 from tests.ranks import RankInfo, RankPool
 from tests.tiny import tiny_checkpoint
@@ -40,10 +38,7 @@ def check(rank_pool: RankPool, *, ep_size: int, major: int = 9, **flags: str) ->
         **flags,
     )
     num_busy = max(ep_size - 1, 1)
-    requests: list[list[EngineRequest]] = [[] for _ in range(ep_size)]
-    for index, prompt in enumerate(prompts(checkpoint.reference.config.vocab_size)):
-        request = EngineRequest(str(index), tuple(prompt), greedy(NUM_NEW, ignore_eos=True))
-        requests[index % num_busy].append(request)
+    requests = dealt(prompt_requests(), num_busy) + [[]] * (ep_size - num_busy)
     arguments = (config, requests, major)
     results = rank_pool.run(emulated_engine_worker, ep_size, *arguments, timeout_s=120)
     assert len({result.num_steps for result in results}) == 1, "ranks must run the same steps"
@@ -74,10 +69,7 @@ def test_packed_scales_on_blackwell(rank_pool, exchange: str):
 def kernel_engine_worker(
     info: RankInfo, config: EngineConfig, requests: list[list[EngineRequest]]
 ) -> RankResult:
-    """As on a GPU without libraries, where kernels do all that torch could do too."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kernels, "are_used", lambda device: True)
-        patch.setattr(new_tokens, "uses_kernel", lambda device: True)
+    with kernels_alone():
         return engine_worker(info, config, requests)
 
 
@@ -86,16 +78,13 @@ def test_one_rank_on_kernels_alone(rank_pool):
     checkpoint = tiny_checkpoint("v3-steady", dtype="bfloat16", fp8=True)
     flags = {"moe_runner_backend": "triton", "attention_backend": "triton"}
     config = config_for(checkpoint, moe_a2a_backend="local", **flags)
-    requests = [
-        EngineRequest(str(index), tuple(prompt), greedy(NUM_NEW, ignore_eos=True))
-        for index, prompt in enumerate(prompts(160)[:3])
-    ]
-    results = rank_pool.run(kernel_engine_worker, 1, config, [requests], timeout_s=120)
+    requests = [prompt_requests()[:3]]
+    results = rank_pool.run(kernel_engine_worker, 1, config, requests, timeout_s=120)
     check_rows(results, reference("v3-steady", fp8=True, dtype="bfloat16")[:3], FP8)
 
 
 def test_triton_kernels_in_their_interpreter(rank_pool):
     checkpoint = tiny_checkpoint("v3-steady", dtype="bfloat16", fp8=True)
     flags = {"moe_runner_backend": "triton", "attention_backend": "triton"}
-    results = run_as_is(rank_pool, config_for(checkpoint, ep_size=2, **flags), 160)
+    results = run_as_is(rank_pool, config_for(checkpoint, ep_size=2, **flags))
     check_rows(results, reference("v3-steady", fp8=True, dtype="bfloat16"), FP8)

@@ -10,6 +10,7 @@ from eplb.cost import traffic
 from eplb.placement import Placement
 from moe_ep.config import EngineConfig, ModelConfig
 from moe_ep.engine.eplb import cost_model, count_nodes, next_placement
+from tests.eplb.placements import slots_of
 
 DEEPSEEK = ModelConfig.from_path("deepseek-v3")
 
@@ -49,8 +50,8 @@ def test_a_price_keeps_tokens_on_their_machine():
 
     def crossings(price: float) -> np.ndarray:
         cost = cost_model(EngineConfig(model="", eplb_node_traffic_price=price), model, 2)
-        slots = next_placement(loads, current, cost).physical_to_logical.numpy()
-        return traffic(loads.double().numpy(), slots.reshape(4, 4, -1), cost).crossings
+        slots = slots_of(next_placement(loads, current, cost))
+        return traffic(loads.double().numpy(), slots, cost).crossings
 
     # By hand: a token chooses each group with 1/4, and 4 experts of it; half of the tokens that a
     # machine needs come from the other. A machine with half of each group is needed by a token of

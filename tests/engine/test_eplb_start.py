@@ -10,7 +10,7 @@ from eplb.files import write_loads, write_placement
 from eplb.placement import Placement
 from moe_ep.config import ConfigError, EngineConfig, ModelConfig, find_problems
 from moe_ep.engine.eplb import initial_location
-from moe_ep.engine.world import World
+from tests.engine.driver import world_alone
 from tests.engine.moving import loading_worker, unlike_worker
 from tests.engine.test_parity import check_exact, config_for, reference, run
 from tests.eplb.placements import random_placement
@@ -23,19 +23,19 @@ def tiny_config(location: Path | str, **flags) -> EngineConfig:
     return config_for(tiny_checkpoint("v3"), init_expert_location=str(location), **flags)
 
 
-def some_placement() -> Placement:
-    return random_placement(5, num_ranks=2, num_experts=16, slots_per_rank=12)
+def some_placement(seed: int = 5) -> Placement:
+    return random_placement(seed, num_ranks=2, num_experts=16, slots_per_rank=12)
 
 
 def placement_of(config: EngineConfig) -> Placement:
-    world = World(rank=0, num_ranks=1, store=None, timeout_s=1)
-    return initial_location(config, ModelConfig.from_path(config.model), world).placement
+    model = ModelConfig.from_path(config.model)
+    return initial_location(config, model, world_alone()).placement
 
 
 def test_an_engine_starts_from_a_file_and_reads_its_experts_only(rank_pool, tmp_path):
     write_placement(path := tmp_path / "placement.json", some_placement(), num_dense=1)
     config = tiny_config(path)
-    results = run(rank_pool, config, 160)
+    results = run(rank_pool, config)
     check_exact(results, reference("v3"))
     loaded = rank_pool.run(loading_worker, 2, config)
     for rank, names in enumerate(loaded):
@@ -83,8 +83,7 @@ def test_loads_of_another_model_are_refused(tmp_path):
 
 def test_ranks_with_unlike_files_do_not_start(rank_pool, tmp_path):
     for rank in range(2):
-        other = random_placement(rank, num_ranks=2, num_experts=16, slots_per_rank=12)
-        write_placement(tmp_path / f"{rank}.json", other)
+        write_placement(tmp_path / f"{rank}.json", some_placement(rank))
     with pytest.raises(RankError, match=r"is another file on ranks \[1\] than on rank 0"):
         rank_pool.run(unlike_worker, 2, [tiny_config(tmp_path / f"{r}.json") for r in range(2)])
 

@@ -1,18 +1,14 @@
 """Which decode steps are captured as graphs, that all ranks agree, and that kernels can be."""
 
 from itertools import pairwise
-from unittest.mock import patch
 
 import pytest
 import torch
 
-from attention import new_tokens
-from moe_ep import kernels
 from moe_ep.config import EngineConfig
 from moe_ep.dispatch.base import Dispatched, Mode
 from moe_ep.engine import graphs
 from moe_ep.engine.graphs import default_sizes, micro_batch_sizes, resolve_graphs, step_sizes
-from moe_ep.engine.request import EngineRequest
 from moe_ep.engine.step_shape import OverlapRules, StepRules, Vote, derive
 from moe_ep.engine.world import World
 from moe_ep.experts import ExpertSpec, create_experts
@@ -21,10 +17,10 @@ from tests.compare import assert_bits_equal
 from tests.emulators.cuda_graph import EmulatedGraphMaker
 from tests.emulators.device import emulated_kernels
 from tests.emulators.install import emulated
-from tests.engine.driver import greedy, run_engine
+from tests.engine.driver import kernels_alone, run_engine, world_alone
 from tests.engine.graph_makers import emulated_graphs
 from tests.engine.test_parity import FP8 as FP8_TOLERANCE
-from tests.engine.test_parity import check_rows, config_for, prompts, reference
+from tests.engine.test_parity import check_rows, config_for, prompt_requests, reference
 from tests.experts.cases import SlotInputs, random_weights, valid_rows
 from tests.kernels.cases import DEVICE, to_device
 from tests.tiny import tiny_checkpoint
@@ -36,14 +32,10 @@ NAMED = {
 }
 
 
-def alone() -> World:
-    return World(rank=0, num_ranks=1, store=None, timeout_s=1.0)
-
-
 def resolved(**flags) -> tuple[EngineConfig, dict[str, str]]:
     """The config where there are graphs, and the reasons of what was settled."""
     with emulated("deep_ep"), emulated_kernels(), emulated_graphs(EmulatedGraphMaker()):
-        config, choices = resolve_graphs(EngineConfig(model="m", **(NAMED | flags)), alone())
+        config, choices = resolve_graphs(EngineConfig(model="m", **(NAMED | flags)), world_alone())
     return config, {choice.field: choice.reason for choice in choices}
 
 
@@ -97,7 +89,7 @@ def test_what_cannot_be_captured_is_padded_only_when_asked(flags: dict, reason: 
 def test_no_graphs_when_told_and_on_a_cpu() -> None:
     config, reasons = resolved(enforce_eager=True)
     assert (config.cuda_graph_bs, list(reasons)) == ((), ["cuda_graph_bs"])
-    config, choices = resolve_graphs(EngineConfig(model="m", **NAMED), alone())
+    config, choices = resolve_graphs(EngineConfig(model="m", **NAMED), world_alone())
     assert (config.cuda_graph_bs, config.enforce_eager) == ((), True)
     assert choices[0].reason == "no graphs on a cpu device"
 
@@ -180,15 +172,9 @@ def test_one_rank_on_triton_kernels_alone() -> None:
         cuda_graph_bs=(2,),
         num_kv_blocks=8,
     )
-    requests = [
-        EngineRequest(str(index), tuple(prompt), greedy(3, ignore_eos=True))
-        for index, prompt in enumerate(prompts(160)[:2])
-    ]
     maker = EmulatedGraphMaker()
-    everything = patch.object(kernels, "are_used", lambda device: True)
-    latents = patch.object(new_tokens, "uses_kernel", lambda device: True)
-    with everything, latents, emulated_graphs(maker):
-        result = run_engine(config, alone(), requests)
+    with kernels_alone(), emulated_graphs(maker):
+        result = run_engine(config, world_alone(), prompt_requests(3)[:2])
     assert [graph.num_replays for graph in maker.graphs] == [2]
     expected = reference("v3-steady", fp8=True, dtype="bfloat16")[:2]
     check_rows([result], [(ids[:3], logits[:3]) for ids, logits in expected], FP8_TOLERANCE)

@@ -21,14 +21,14 @@ from tests.compare import assert_bits_equal
 from tests.emulators.cuda_graph import EmulatedGraphMaker
 from tests.emulators.device import emulated_kernels
 from tests.emulators.install import emulated
-from tests.engine.driver import RankResult, engine_worker, greedy
+from tests.engine.driver import RankResult, dealt, engine_worker, greedy
 from tests.engine.graph_makers import AnewMaker, emulated_graphs
-from tests.engine.test_parity import FP8, check_rows, config_for, prompts, reference
+from tests.engine.test_parity import FP8, PROMPT_LENS, check_rows, config_for, prompts, reference
 from tests.ranks import RankInfo, RankPool
 from tests.tiny import tiny_checkpoint
 
 CASE = "v3-wide"
-VOCAB_SIZE, NUM_TOPK = 160, 4
+NUM_TOPK = 4
 OVERLAP = {"enable_two_batch_overlap": True, "tbo_token_threshold": 8}
 PADDING_TOKEN = 0  # no prompt has it, and no text here
 
@@ -64,12 +64,12 @@ def graph_worker(
 
 def requests_for(ep_size: int, num_new: int | None = None) -> list[list[EngineRequest]]:
     """The prompts, dealt to all ranks but the last; texts of unlike lengths if none is given."""
-    requests: list[list[EngineRequest]] = [[] for _ in range(ep_size)]
-    for index, prompt in enumerate(prompts(VOCAB_SIZE)):
-        length = num_new or 2 + 3 * index % 8
-        request = EngineRequest(str(index), tuple(prompt), greedy(length, ignore_eos=True))
-        requests[index % (ep_size - 1)].append(request)
-    return requests
+    lengths = [num_new or 2 + 3 * index % 8 for index in range(len(PROMPT_LENS))]
+    requests = [
+        EngineRequest(str(index), tuple(prompt), greedy(length, ignore_eos=True))
+        for index, (prompt, length) in enumerate(zip(prompts(), lengths, strict=True))
+    ]
+    return [*dealt(requests, ep_size - 1), []]
 
 
 def graph_config(ep_size: int, **flags) -> EngineConfig:
@@ -116,7 +116,7 @@ def test_replays_are_the_steps_and_right(rank_pool, exchange: str, ep_size: int,
     requests = requests_for(ep_size, num_new=6)
     captured = run(rank_pool, config, requests, is_captured=True)
     assert captured[0].num_replays[-1] > 1, captured[0].num_replays
-    num_tokens = 6 * len(prompts(VOCAB_SIZE))  # sampled from: the MoE layer is the last
+    num_tokens = 6 * len(PROMPT_LENS)  # sampled from: the MoE layer is the last
     counted = sum(sum(run_.result.slot_tokens[0]) for run_ in captured)
     assert counted == NUM_TOPK * num_tokens, "padding, or what was tried before the first request"
     assert_same_bits(captured, run(rank_pool, config, requests, is_captured=False))

@@ -13,8 +13,8 @@ import torch
 
 from moe_ep.config import EngineConfig
 from moe_ep.engine.request import EngineRequest
-from tests.engine.driver import RankResult, engine_worker, greedy
-from tests.tiny import CASES, TinyCheckpoint, tiny_checkpoint
+from tests.engine.driver import RankResult, dealt, engine_worker, greedy
+from tests.tiny import CASES, SIZES, TinyCheckpoint, tiny_checkpoint
 
 NUM_NEW = 6
 PROMPT_LENS = (1, 3, 17, 60, 61, 63, 64, 130)  # growing into a second block of 64, and more
@@ -38,12 +38,18 @@ BF16 = RowTolerance(0.2)
 FP8 = RowTolerance(0.25)
 
 
-def prompts(vocab_size: int) -> list[list[int]]:
+def prompts() -> list[list[int]]:
     generator = torch.Generator().manual_seed(1)
     return [
-        torch.randint(2, vocab_size, (length,), generator=generator).tolist()
+        torch.randint(2, SIZES["vocab_size"], (length,), generator=generator).tolist()
         for length in PROMPT_LENS
     ]
+
+
+def prompt_requests(num_new: int = NUM_NEW) -> list[EngineRequest]:
+    """One for each prompt, with its index as the name; the greedy text of so many tokens."""
+    params = greedy(num_new, ignore_eos=True)
+    return [EngineRequest(str(i), tuple(prompt), params) for i, prompt in enumerate(prompts())]
 
 
 @cache
@@ -53,7 +59,7 @@ def reference(
     """Per prompt: the greedy continuation, and the logits behind each of its tokens ``[n, V]``."""
     checkpoint = tiny_checkpoint(case, fp8=fp8, dtype=dtype)
     found = []
-    for prompt in prompts(checkpoint.reference.config.vocab_size):
+    for prompt in prompts():
         out = checkpoint.reference.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
@@ -73,11 +79,8 @@ def config_for(checkpoint: TinyCheckpoint, **flags) -> EngineConfig:
     return EngineConfig(**{"model": str(checkpoint.path), "num_kv_blocks": 64} | flags)
 
 
-def run(rank_pool, config: EngineConfig, vocab_size: int) -> dict[str, RankResult]:
-    requests: list[list[EngineRequest]] = [[] for _ in range(config.ep_size)]
-    for index, prompt in enumerate(prompts(vocab_size)):
-        request = EngineRequest(str(index), tuple(prompt), greedy(NUM_NEW, ignore_eos=True))
-        requests[index % config.ep_size].append(request)
+def run(rank_pool, config: EngineConfig) -> list[RankResult]:
+    requests = dealt(prompt_requests(), config.ep_size)
     return rank_pool.run(engine_worker, config.ep_size, config, requests, timeout_s=120)
 
 
@@ -102,25 +105,24 @@ def check_rows(results: list[RankResult], expected, tolerance: RowTolerance) -> 
 
 
 def check_exact(results: list[RankResult], expected) -> None:
-    for index, (token_ids, logits) in enumerate(expected):
-        request = results[index % len(results)].requests[str(index)]
-        assert request.token_ids == token_ids, f"prompt {index}"
-        torch.testing.assert_close(torch.stack(request.logits), logits, atol=1e-4, rtol=1e-4)
+    for result in results:
+        for name, request in result.requests.items():
+            token_ids, logits = expected[int(name)]
+            assert request.token_ids == token_ids, f"prompt {name}"
+            torch.testing.assert_close(torch.stack(request.logits), logits, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_family_in_float32(rank_pool, case: str):
-    checkpoint = tiny_checkpoint(case)
-    results = run(rank_pool, config_for(checkpoint), checkpoint.reference.config.vocab_size)
+    results = run(rank_pool, config_for(tiny_checkpoint(case)))
     check_exact(results, reference(case))
 
 
 @pytest.mark.parametrize("ep_size", [2, 4])
 @pytest.mark.parametrize("case", ["v3", "v2", "glm"])
 def test_expert_parallel_in_float32(rank_pool, case: str, ep_size: int):
-    checkpoint = tiny_checkpoint(case, num_shards=3)
-    config = config_for(checkpoint, ep_size=ep_size)
-    results = run(rank_pool, config, checkpoint.reference.config.vocab_size)
+    config = config_for(tiny_checkpoint(case, num_shards=3), ep_size=ep_size)
+    results = run(rank_pool, config)
     check_exact(results, reference(case))
 
 
@@ -140,19 +142,15 @@ def test_expert_parallel_in_float32(rank_pool, case: str, ep_size: int):
 def test_the_way_does_not_change_the_text(rank_pool, flags: dict, ep_size: int):
     if ep_size == 1 and "ep_num_redundant_experts" in flags:
         pytest.skip("one rank may not hold two replicas of an expert")
-    checkpoint = tiny_checkpoint("v3")
-    config = config_for(checkpoint, ep_size=ep_size, **flags)
-    results = run(rank_pool, config, checkpoint.reference.config.vocab_size)
+    results = run(rank_pool, config_for(tiny_checkpoint("v3"), ep_size=ep_size, **flags))
     check_exact(results, reference("v3"))
     assert (sum(r.num_preemptions for r in results) > 0) == ("num_kv_blocks" in flags)
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
 def test_one_busy_rank_among_idle_ones(rank_pool, ep_size: int):
-    checkpoint = tiny_checkpoint("v3")
-    config = config_for(checkpoint, ep_size=ep_size)
-    prompt = prompts(checkpoint.reference.config.vocab_size)[4]
-    request = EngineRequest("4", tuple(prompt), greedy(NUM_NEW, ignore_eos=True))
+    config = config_for(tiny_checkpoint("v3"), ep_size=ep_size)
+    request = prompt_requests()[4]
     requests = [[] for _ in range(ep_size - 1)] + [[request]]
     results = rank_pool.run(engine_worker, ep_size, config, requests)
     assert results[-1].requests["4"].token_ids == reference("v3")[4][0]
@@ -161,7 +159,7 @@ def test_one_busy_rank_among_idle_ones(rank_pool, ep_size: int):
     # Real tokens only: every prompt token and all but the last new one, to 4 experts each; in the
     # last layer only those that were sampled from.
     totals = [sum(sum(result.slot_tokens[layer]) for result in results) for layer in range(2)]
-    assert totals == [(len(prompt) + NUM_NEW - 1) * 4, NUM_NEW * 4]
+    assert totals == [(len(request.prompt_token_ids) + NUM_NEW - 1) * 4, NUM_NEW * 4]
 
 
 @pytest.mark.parametrize("ep_size", [1, 2])
@@ -169,7 +167,7 @@ def test_one_busy_rank_among_idle_ones(rank_pool, ep_size: int):
 def test_bf16_within_tolerance(rank_pool, case: str, ep_size: int):
     checkpoint = tiny_checkpoint(case, dtype="bfloat16")
     config = config_for(checkpoint, ep_size=ep_size, ep_dispatch_dtype="bfloat16")
-    results = run(rank_pool, config, checkpoint.reference.config.vocab_size)
+    results = run(rank_pool, config)
     check_rows(results, reference(case, dtype="bfloat16"), BF16)
 
 
@@ -177,12 +175,12 @@ def test_bf16_within_tolerance(rank_pool, case: str, ep_size: int):
 @pytest.mark.parametrize("case", ["v3", "v3-blocks"])
 def test_fp8_within_tolerance(rank_pool, case: str, ep_size: int):
     checkpoint = tiny_checkpoint(case, dtype="bfloat16", fp8=True)
-    results = run(rank_pool, config_for(checkpoint, ep_size=ep_size), 160)
+    results = run(rank_pool, config_for(checkpoint, ep_size=ep_size))
     check_rows(results, reference(case, fp8=True, dtype="bfloat16"), FP8)
 
 
 def test_fp8_weights_in_float32_are_exact(rank_pool):
     checkpoint = tiny_checkpoint("v3-blocks", dtype="bfloat16", fp8=True)
     config = dataclasses.replace(config_for(checkpoint), dtype="float32")
-    results = run(rank_pool, config, checkpoint.reference.config.vocab_size)
+    results = run(rank_pool, config)
     check_exact(results, reference("v3-blocks", fp8=True, dtype="bfloat16"))

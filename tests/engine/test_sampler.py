@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_ep.engine import sampler as sampler_module
 from moe_ep.engine.request import Request, SamplingParams
-from moe_ep.engine.sampler import Sampler, prompt_logprobs, uniform
+from moe_ep.engine.sampler import Sampler, token_logprobs, uniform
 
 INF, NAN = math.inf, math.nan
 EOS = 2
@@ -100,10 +100,9 @@ def test_every_uniform_hits_the_token_that_the_reference_names(
     ends = np.cumsum([exact[i] for i in order])
     for token_id, end, share in zip(order, ends, [exact[i] for i in order], strict=True):
         if share > 1e-9:
-            draw = sampler_module._draw
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(sampler_module, "uniform", lambda *_, x=end - share / 2: float(x))
-                assert draw(logits, [request], ordered=is_ordered).tolist() == [token_id]
+                assert SAMPLER.sample(logits, [request])[0].token_id == token_id
 
 
 @pytest.mark.parametrize("u", [0.0, 1 - 2**-53])
@@ -183,13 +182,91 @@ def test_extreme_logits(params):
         assert pick([0.0, 1e-30, 0.0, 0.0], **params | {"temperature": 1e-300}) == 1
 
 
-@pytest.mark.parametrize("params", [{}, {"top_k": 3}, {"temperature": 0.0}])
-@pytest.mark.parametrize("row", [[0.0, NAN, 9.0], [NAN, 1.0, INF], [-INF, -INF, -INF]], ids=str)
-def test_impossible_rows_name_the_request(params, row):
-    logits = torch.tensor([[0.0, 1.0, 2.0], row, [3.0, 1.0, 2.0]])
-    requests = [make_request("good"), make_request("bad one", **params), make_request("fine")]
-    with pytest.raises(ValueError, match=r"requests \['bad one'\]: .* NaN"):
-        SAMPLER.sample(logits, requests)
+KINDS = [{}, {"top_k": 3}, {"top_p": 0.9}, {"temperature": 0.0}]
+
+
+@pytest.mark.parametrize("params", KINDS, ids=str)
+@pytest.mark.parametrize(
+    ("row", "error"),
+    [
+        ([0.0, NAN, 9.0], "its logits hold a NaN"),
+        ([NAN, 1.0, INF], "its logits hold a NaN"),
+        ([NAN, NAN, NAN], "its logits hold a NaN"),
+        ([-INF, -INF, -INF], "no token is possible"),
+    ],
+)
+def test_an_impossible_row_gives_an_error_and_its_mates_what_they_get_alone(params, row, error):
+    logits = torch.tensor([[0.0, 1.0, 2.0], row, [3.0, 1.0, 2.0], [1.0, 1.0, 1.0]])
+    others = [make_request(f"r{i}", i, logprobs=1, **params) for i in range(3)]
+    bad = make_request("bad", logprobs=2, prompt_logprobs=0, **params)
+    first, failed, *rest = SAMPLER.sample(logits, [others[0], bad, *others[1:]])
+    assert (failed.token_id, failed.logprobs) == (None, None)
+    assert error in failed.error
+    alone = [SAMPLER.sample(logits[[i]], [r])[0] for i, r in zip((0, 2, 3), others, strict=True)]
+    assert [first, *rest] == alone
+
+
+def test_a_request_whose_every_token_is_an_early_end_gets_an_error():
+    request = make_request(min_tokens=1, stop_token_ids=tuple(range(4)), logprobs=0)
+    found = SAMPLER.sample(torch.zeros(2, 4), [request, make_request(temperature=0.0)])
+    assert "before min_tokens" in found[0].error
+    assert (found[0].token_id, found[1].token_id, found[1].error) == (None, 0, None)
+
+
+# Of 4000 tokens the first 1024 do for peaked rows; flat ones need more of them.
+ROW_SPREADS = (0.0, 0.05, 0.5, 1.0, 2.0, 4.0, 30.0)
+
+
+def nucleus_rows(seed):
+    spreads = torch.tensor([ROW_SPREADS[i % 7] for i in range(28)])
+    logits = random_logits(28, 4000, seed) / 3 * spreads[:, None]
+    logits[20, ::3] = -INF
+    logits[21, 5] = INF
+    logits[22] = logits[22].round()  # ties
+    rng = np.random.default_rng(seed)
+    params = [
+        {
+            "top_p": float(rng.choice([1e-3, 0.1, 0.256, 0.5, 0.9, 0.99, 1 - 1e-12])),
+            "top_k": (None, None, None, 40, 2000)[rng.integers(5)],
+            "min_p": (0.0, 0.0, 1e-3, 0.5)[rng.integers(4)],
+            "temperature": (1.0, 1.0, 0.3, 3.0)[rng.integers(4)],
+        }
+        for _ in range(28)
+    ]
+    return logits, [make_request(f"r{i}", i % 5, seed=i, **p) for i, p in enumerate(params)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_first_candidates_give_the_tokens_that_the_whole_vocabulary_gives(seed, monkeypatch):
+    logits, requests = nucleus_rows(seed)
+    found = SAMPLER.sample(logits, requests)
+    monkeypatch.setattr(sampler_module, "_draw_nucleus", sampler_module._draw_top_k)
+    assert SAMPLER.sample(logits, requests) == found
+
+
+def test_only_rows_with_a_wide_nucleus_order_the_whole_vocabulary(monkeypatch):
+    logits = torch.cat([random_logits(5, 4000), random_logits(1, 4000) / 30])
+    widths, most_likely = [], sampler_module._most_likely
+    monkeypatch.setattr(
+        sampler_module,
+        "_most_likely",
+        lambda rows, k: widths.append((len(rows), k)) or most_likely(rows, k),
+    )
+    SAMPLER.sample(logits, [make_request(top_p=0.9, seed=i) for i in range(6)])
+    assert widths == [(6, 1024), (1, 4000)]
+    widths.clear()
+    params = [{"top_p": 0.9}, {"top_k": 5}, {}, {"top_k": 7, "top_p": 0.5}, {"temperature": 0.0}]
+    SAMPLER.sample(logits[:5], [make_request(**each) for each in params])
+    assert widths == [(2, 7), (1, 1024)]
+
+
+def test_a_limit_that_rounding_could_move_is_settled_by_the_whole_vocabulary(monkeypatch):
+    """A quarter of 4096 equal tokens is exactly 1024 of them."""
+    monkeypatch.setattr(sampler_module, "uniform", lambda *_: 1 - 2**-53)
+    row, calls, draw = torch.zeros(1, 4096), [], sampler_module._draw_top_k
+    monkeypatch.setattr(sampler_module, "_draw_top_k", lambda *a: calls.append(1) or draw(*a))
+    assert SAMPLER.sample(row, [make_request(top_p=0.25)])[0].token_id == 1023
+    assert calls == [1]
 
 
 def test_min_tokens_masks_eos_and_stop_ids_until_reached():
@@ -236,22 +313,19 @@ def test_logprobs_with_ties_infinities_and_more_entries_than_tokens():
     assert infinite.top_logprobs == (0.0, -INF, -INF, -INF)
 
 
-def test_prompt_logprobs_row_by_row():
-    num_rows = 2 * sampler_module._ROWS_AT_A_TIME + 5
-    logits = random_logits(num_rows, 40, seed=2)
-    ids = [i * 7 % 40 for i in range(num_rows)]
-    entries = prompt_logprobs(logits, token_ids=ids, num_top=2, request_id="p")
+def test_token_logprobs_row_by_row():
+    logits = random_logits(7, 40, seed=2)
+    logits[5, 0] = NAN
+    ids = [i * 7 % 40 for i in range(7)]
+    entries = token_logprobs(logits, ids, num_top=2)
     assert [entry.token_id for entry in entries] == ids
-    for row, entry in zip(logits, entries, strict=True):
-        exact = reference_logprobs(row)
+    assert math.isnan(entries.pop(5).logprob)
+    for i, entry in zip((0, 1, 2, 3, 4, 6), entries, strict=True):
+        exact = reference_logprobs(logits[i])
         assert entry.logprob == pytest.approx(exact[entry.token_id].item(), abs=1e-5)
         assert entry.rank == 1 + int((exact > exact[entry.token_id]).sum())
         assert entry.top_ids == tuple(exact.topk(2).indices.tolist())
-    logits[-1, 0] = NAN
-    with pytest.raises(ValueError, match="'p'"):
-        prompt_logprobs(logits, token_ids=ids, num_top=0, request_id="p")
 
 
 def test_no_rows():
     assert SAMPLER.sample(torch.empty(0, 7), []) == []
-    assert prompt_logprobs(torch.empty(0, 7), token_ids=[], num_top=3, request_id="p") == ()

@@ -4,7 +4,13 @@ import pytest
 
 from moe_ep.engine.admission import AdmissionLimits, admission_error
 from moe_ep.engine.kv_blocks import BlockPool
-from moe_ep.engine.request import EngineRequest, FinishReason, SampledToken, SamplingParams
+from moe_ep.engine.request import (
+    EngineRequest,
+    FinishReason,
+    SampledToken,
+    SamplingParams,
+    TokenLogprobs,
+)
 from moe_ep.engine.scheduler import Scheduler
 
 EOS = 99
@@ -187,6 +193,46 @@ def test_abort_between_schedule_and_update_drops_only_that_request():
     scheduler.check_integrity()
 
 
+def test_a_request_with_an_error_is_aborted_and_the_others_go_on(caplog):
+    scheduler = make_scheduler(budget=9)
+    add(scheduler, "decode", 3)
+    add(scheduler, "fails early", 2)
+    run(scheduler)
+    add(scheduler, "fails late", 3)
+    add(scheduler, "chunk", 8, prompt_logprobs=0)
+    batch = scheduler.schedule()
+    assert plan(batch) == ["decode", "fails early", ("fails late!", 0, 3), ("chunk", 0, 4)]
+    entries = (TokenLogprobs(0, float("nan"), 1),) * 4
+    failed = SampledToken(None, error="no token is possible")
+    outputs = scheduler.update(
+        batch,
+        {
+            "decode": SampledToken(7),
+            "fails early": failed,
+            "fails late": failed,
+            "chunk": SampledToken(None, prompt_logprobs=entries, error="a NaN"),
+        },
+    )
+    scheduler.check_integrity()
+    ends = [(o.request_id, o.token_ids) for o in outputs if o.finish_reason is FinishReason.ABORT]
+    assert ends == [("fails early", ()), ("fails late", ()), ("chunk", ())]
+    assert [(o.request_id, o.token_ids) for o in outputs[3:]] == [("decode", (7,))]
+    assert "request fails late aborted: no token is possible" in caplog.text
+    assert "request chunk aborted: a NaN" in caplog.text
+    assert (scheduler.kv_tokens, scheduler.pool.num_free) == (5, 99)
+    assert run(scheduler)[0] == ["decode"]
+
+
+def test_an_error_of_a_request_that_was_aborted_meanwhile_ends_no_namesake():
+    scheduler = make_scheduler()
+    add(scheduler, "a", 3)
+    batch = scheduler.schedule()
+    scheduler.abort("a")
+    add(scheduler, "a", 3)
+    assert scheduler.update(batch, {"a": SampledToken(None, error="a NaN")}) == []
+    assert run(scheduler)[0] == [("a!", 0, 3)]
+
+
 def test_kv_tokens_counts_running_and_queued():
     scheduler = make_scheduler(seqs=1)
     add(scheduler, "a", 5)
@@ -209,7 +255,10 @@ LIMITS = AdmissionLimits(max_model_len=20, num_blocks=4, block_size=4)
         (20, 1, LIMITS, "prompt: 20 tokens given; at most 19"),
         (15, 1, LIMITS, None),
         (15, 2, LIMITS, "15 prompt and 2 output tokens given; together at most 16"),
-        (3, None, LIMITS, "3 prompt and 17 output tokens given; together at most 16"),
+        (3, 14, LIMITS, "3 prompt and 14 output tokens given; together at most 16"),
+        (3, None, LIMITS, None),
+        (15, None, LIMITS, None),
+        (16, None, LIMITS, "prompt: 16 tokens given; at most 15"),
         (3, None, AdmissionLimits(16, 4, 4), None),
         (15, 10**9, AdmissionLimits(16, 4, 4), None),
         (3, 13, LIMITS, None),

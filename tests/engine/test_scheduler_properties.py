@@ -114,7 +114,8 @@ class Traffic(RuleBasedStateMachine):
     def check_finished(self, request):
         outputs = self.outputs[request.request_id]
         tokens = [token for output in outputs for token in output.token_ids]
-        assert tokens == expected_output(request, EOS, self.scheduler.limits.max_model_len)
+        limits = self.scheduler.limits
+        assert tokens == expected_output(request, EOS, min(limits.max_model_len, limits.capacity))
         prompt = list(request.prompt_token_ids)
         entries = [prompt_entry(prompt[:i], prompt[i]) for i in range(1, len(prompt))]
         expected = None if request.params.prompt_logprobs is None else (None, *entries)

@@ -11,10 +11,9 @@ from moe_ep.dispatch.base import Pending
 from moe_ep.engine.engine import Engine
 from moe_ep.engine.request import EngineRequest
 from moe_ep.engine.step_times import Kind, RankTimes, step_times
-from moe_ep.engine.world import World
 from moe_ep.progress import Stage
 from moe_ep.recorder import STAGES, StepRecord
-from tests.engine.driver import engine_worker, greedy
+from tests.engine.driver import engine_worker, greedy, world_of
 from tests.ranks import RankInfo, RankPool
 from tests.tiny import tiny_checkpoint
 
@@ -49,10 +48,7 @@ class SlowWire(Pending):
 
 
 def recording_worker(info: RankInfo, config: EngineConfig, fault: str) -> list[StepRecord]:
-    world = World(
-        rank=info.rank, num_ranks=info.num_ranks, store=info.store, timeout_s=30.0, group=info.group
-    )
-    engine = Engine.create(config, world, num_threads=1)
+    engine = Engine.create(config, world_of(info), num_threads=1)
     break_engine(engine, info.rank, fault)
     engine.submit(
         [

@@ -27,14 +27,13 @@ from moe_ep.config import EngineConfig
 from moe_ep.engine import micro_batches
 from moe_ep.engine.engine import Engine
 from moe_ep.engine.request import EngineRequest, FinishReason
-from moe_ep.engine.world import World
 from moe_ep.gate import Gate
 from moe_ep.linear import Linear
 from tests.compare import assert_bits_equal
 from tests.emulators.device import emulated_kernels
 from tests.emulators.install import emulated
-from tests.engine.driver import RankResult, engine_worker, greedy
-from tests.engine.test_parity import NUM_NEW, config_for, prompts, reference
+from tests.engine.driver import RankResult, engine_worker, greedy, world_alone
+from tests.engine.test_parity import NUM_NEW, check_exact, config_for, prompt_requests, reference
 from tests.ranks import RankInfo, RankPool
 from tests.tiny import SIZES, tiny_checkpoint
 
@@ -167,11 +166,7 @@ def test_emulated_libraries_give_the_same_bits(rank_pool: RankPool, exchange: st
         moe_a2a_backend=exchange,
         deepep_mode=mode,
     )
-    requests = [
-        EngineRequest(str(index), tuple(prompt), greedy(NUM_NEW, ignore_eos=True))
-        for index, prompt in enumerate(prompts(SIZES["vocab_size"]))
-    ]
-    steps = _check_same(rank_pool, config, [[], requests], True)
+    steps = _check_same(rank_pool, config, [[], prompt_requests()], True)
     assert steps[4:6] == [2, 2], "all decode in these, in low-latency mode unless it is excluded"
 
 
@@ -182,18 +177,8 @@ def _run(pool: RankPool, requests: list[list[EngineRequest]], **flags: int | str
 
 
 def _requests(indices: list[int]) -> list[EngineRequest]:
-    texts = prompts(SIZES["vocab_size"])
-    params = greedy(NUM_NEW, ignore_eos=True)
-    return [EngineRequest(str(index), tuple(texts[index]), params) for index in indices]
-
-
-def _check_transformers(results: list[RankResult]) -> None:
-    expected = reference("v3")
-    for result in results:
-        for name, request in result.requests.items():
-            token_ids, logits = expected[int(name)]
-            assert request.token_ids == token_ids, f"prompt {name}"
-            torch.testing.assert_close(torch.stack(request.logits), logits, atol=1e-4, rtol=1e-4)
+    requests = prompt_requests()
+    return [requests[index] for index in indices]
 
 
 @pytest.mark.parametrize(
@@ -209,26 +194,26 @@ def _check_transformers(results: list[RankResult]) -> None:
 def test_overlap_equals_transformers(rank_pool: RankPool, shares: list[list[int]]):
     results, steps = _run(rank_pool, [_requests(share) for share in shares])
     assert steps.count(2) >= (NUM_NEW if len(shares[-1]) == 8 else 1), steps
-    _check_transformers(results)
+    check_exact(results, reference("v3"))
 
 
 def test_preempted_requests_equal_transformers(rank_pool: RankPool):
     results, steps = _run(rank_pool, [_requests([0, 1, 2, 3, 4, 5, 6])], num_kv_blocks=7)
     assert results[0].num_preemptions > 0
     assert steps.count(2) > 1, steps
-    _check_transformers(results)
+    check_exact(results, reference("v3"))
 
 
 def test_a_single_request_runs_as_one_batch(rank_pool: RankPool):
     results, steps = _run(rank_pool, [_requests([3]), []])
     assert steps == [1] * NUM_NEW, "there is nothing to take turns with"
-    _check_transformers(results)
+    check_exact(results, reference("v3"))
 
 
 def test_requests_aborted_in_between_leave_the_others_alone():
     config = config_for(tiny_checkpoint("v3"), **ALWAYS)
-    engine = Engine.create(config, World(rank=0, num_ranks=1, store=None, timeout_s=30.0), 1)
-    kept = _requests(list(range(8)))
+    engine = Engine.create(config, world_alone(), 1)
+    kept = prompt_requests()
     engine.submit([*kept, *(replace(r, request_id=f"{r.request_id} aborted") for r in kept)])
     outputs = []
     for step in range(NUM_NEW):

@@ -4,18 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from eplb import CostModel, Placement, rebalance
+from eplb import CostModel, rebalance
 from eplb.cost import costs, traffic
 from eplb.place import max_rank_load
-from tests.eplb.placements import random_placement
+from tests.eplb.placements import random_placement, slots_of
 
 DEEPSEEK = {"num_groups": 8, "topk_group": 4, "num_experts_per_tok": 8}
-
-
-def _slots(placement: Placement) -> np.ndarray:
-    return placement.physical_to_logical.numpy().reshape(
-        placement.num_layers, placement.num_ranks, -1
-    )
 
 
 def test_crossings_by_hand():
@@ -39,7 +33,7 @@ def test_crossings_by_hand():
 def test_crossings_are_those_of_drawn_tokens():
     generator = np.random.default_rng(0)
     placement = random_placement(1, num_layers=1, num_ranks=6, num_experts=16, slots_per_rank=4)
-    slots, num_tokens, picks = _slots(placement), 40_000, 2
+    slots, num_tokens, picks = slots_of(placement), 40_000, 2
     # 1. Each of 4 groups is chosen with its probability; in it, two experts with replacement.
     chosen = generator.random((num_tokens, 4)) < [0.2, 0.6, 0.7, 0.5]
     inside = generator.dirichlet(np.ones(4), 4)
@@ -63,7 +57,7 @@ def test_rises_are_the_change_for_load_that_comes_or_goes():
     placement = random_placement(2, num_layers=1, num_ranks=4, num_experts=8, slots_per_rank=2)
     cost = CostModel(num_nodes=2, num_groups=4, topk_group=2, num_experts_per_tok=4)
     loads = np.random.default_rng(0).uniform(1, 2, (1, 8))
-    slots = _slots(placement)
+    slots = slots_of(placement)
     shares = np.zeros((2, 4))  # of each node and group
     for rank, held in enumerate(slots[0]):
         for expert in held:
@@ -95,8 +89,8 @@ def test_hierarchical_or_not_is_weighed_for_each_layer():
     )
     spread, kept = (rebalance(loads, num_slots=72, num_ranks=8, cost=c) for c in (free, dear))
     array = loads.double().numpy()
-    maxima = [max_rank_load(array, _slots(placement)) for placement in (spread, kept)]
-    crossings = [traffic(array, _slots(p), dear).crossings for p in (spread, kept)]
+    maxima = [max_rank_load(array, slots_of(placement)) for placement in (spread, kept)]
+    crossings = [traffic(array, slots_of(p), dear).crossings for p in (spread, kept)]
     assert (maxima[0] <= maxima[1]).all()
     assert (crossings[0] > crossings[1]).all()
     node_of = kept.physical_to_logical.unflatten(1, (4, 18)) // 8

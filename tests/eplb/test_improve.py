@@ -12,13 +12,7 @@ from eplb.cost import costs, traffic
 from eplb.place import max_rank_load
 from eplb.recount import recount
 from eplb.replicate import count_replicas, replicate
-from tests.eplb.placements import random_placement
-
-
-def _slots(placement: Placement) -> np.ndarray:
-    return placement.physical_to_logical.numpy().reshape(
-        placement.num_layers, placement.num_ranks, -1
-    )
+from tests.eplb.placements import random_placement, slots_of
 
 
 def _drifting(num_layers: int, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -31,7 +25,7 @@ def _drifting(num_layers: int, num_experts: int) -> tuple[torch.Tensor, torch.Te
 
 
 def _maxima(placement: Placement, loads: torch.Tensor) -> np.ndarray:
-    return max_rank_load(loads.numpy(), _slots(placement))
+    return max_rank_load(loads.numpy(), slots_of(placement))
 
 
 @pytest.mark.parametrize(
@@ -102,11 +96,13 @@ def test_crossings_have_a_price():
     by_balance, by_both = (improve(before, drifted, cost=cost) for cost in (free, dear))
     array = drifted.numpy()
     assert (
-        traffic(array, _slots(by_both), dear).crossings.sum()
-        < traffic(array, _slots(by_balance), dear).crossings.sum()
+        traffic(array, slots_of(by_both), dear).crossings.sum()
+        < traffic(array, slots_of(by_balance), dear).crossings.sum()
     )
-    assert (costs(array, _slots(by_both), dear) <= costs(array, _slots(before), dear)).all()
-    assert costs(array, _slots(by_both), dear).sum() < costs(array, _slots(by_balance), dear).sum()
+    assert (costs(array, slots_of(by_both), dear) <= costs(array, slots_of(before), dear)).all()
+    assert (
+        costs(array, slots_of(by_both), dear).sum() < costs(array, slots_of(by_balance), dear).sum()
+    )
 
 
 def test_a_good_placement_and_idle_layers_stay():
@@ -134,13 +130,13 @@ def test_every_change_is_as_good_as_it_says(seed: int, num_ranks: int, slots_per
         slots_per_rank=slots_per_rank,
     )
     loads = generator.uniform(1, 10, (1, num_experts))
-    view = View(loads, _slots(placement).copy(), CostModel())
+    view = View(loads, slots_of(placement).copy(), CostModel())
     kinds = [view.swaps(), view.copies()]
     said = np.stack([kind.heaviest for kind in kinds], 1).reshape(-1)
     touched = np.stack([kind.touched for kind in kinds], 1).reshape(-1)
     assert (touched <= said).all()
     for place in np.nonzero(said < HUGE / 2)[0]:
-        slots = _slots(placement).copy()
+        slots = slots_of(placement).copy()
         view = View(loads, slots, CostModel())
         view.change(np.array([place]), np.array([True]))
         table = torch.from_numpy(slots.reshape(1, -1))
@@ -158,13 +154,13 @@ def test_crossings_rise_nearly_as_each_change_says(groups: tuple[int, int]):
     loads, _ = _drifting(1, 64)
     cost = CostModel(4, *groups, num_experts_per_tok=8, price_per_crossing=1)
     placement, array = rebalance(loads, num_slots=72, num_ranks=8, cost=cost), loads.numpy()
-    view = View(array, _slots(placement).copy(), cost)
-    before = traffic(array, _slots(placement), cost).crossings[0]
+    view = View(array, slots_of(placement).copy(), cost)
+    before = traffic(array, slots_of(placement), cost).crossings[0]
     num_swaps = view.swaps().heaviest.size
     for first, kind in ((0, view.swaps()), (num_swaps, view.copies())):
         said, found = [], []
         for place in np.nonzero(kind.heaviest.ravel() < HUGE / 2)[0][::3]:
-            slots = _slots(placement).copy()
+            slots = slots_of(placement).copy()
             View(array, slots, cost).change(np.array([first + place]), np.array([True]))
             said.append(np.ravel(kind.crossings)[place])
             found.append(traffic(array, slots, cost).crossings[0] - before)
@@ -175,7 +171,7 @@ def test_crossings_rise_nearly_as_each_change_says(groups: tuple[int, int]):
 def test_recounting_takes_the_new_counts_and_moves_no_more():
     loads, drifted = _drifting(6, 48)
     before = rebalance(loads, num_slots=60, num_ranks=12)
-    table = recount(drifted.numpy(), _slots(before)).reshape(6, -1)
+    table = recount(drifted.numpy(), slots_of(before)).reshape(6, -1)
     wanted = count_replicas(replicate(drifted.numpy(), 60, 12), 48)
     assert (count_replicas(table, 48) == wanted).all()
     after = Placement(torch.from_numpy(table), 48, 12)

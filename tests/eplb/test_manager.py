@@ -16,7 +16,7 @@ from eplb.manager import Manager, Settings
 from eplb.migrate import plan_moves, split_rounds
 from eplb.placement import Placement
 from eplb.status import EplbStatus, Phase
-from tests.eplb.placements import random_placement
+from tests.eplb.placements import random_placement, reshuffled
 from tests.ranks import RankInfo
 
 NUM_LAYERS, NUM_EXPERTS, NUM_SLOTS = 2, 10, 4
@@ -29,7 +29,6 @@ class FakeEngine:
     """Slots hold expert numbers. stage_s: how slow staging is. fails_at: the staging, counted from
     1, that raises."""
 
-    rank: int
     held: torch.Tensor
     routes: torch.Tensor
     stage_s: float = 0.0
@@ -62,8 +61,7 @@ class FakeEngine:
 
 def rebalance(loads: torch.Tensor, placement: Placement) -> Placement:
     """Another one every time."""
-    table = placement.physical_to_logical
-    return random_placement(int((table * torch.arange(table.numel()).view_as(table)).sum()))
+    return reshuffled(placement)
 
 
 def refuse(loads: torch.Tensor, placement: Placement) -> Placement:
@@ -109,7 +107,6 @@ def manager_worker(
     placement = random_placement(0)
     first = info.rank * NUM_SLOTS
     engine = FakeEngine(
-        rank=info.rank,
         held=placement.physical_to_logical[:, first : first + NUM_SLOTS].clone(),
         routes=placement.slot_table(info.rank),
         **options.get(info.rank, {}),

@@ -1,6 +1,5 @@
 """The stand-in of DeepGEMM refuses what the library refuses, repairs in silence, or gets wrong."""
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import pytest
@@ -11,16 +10,12 @@ from tests.compare import assert_bits_equal, assert_rows_close
 from tests.emulators import deep_gemm
 from tests.emulators.deep_gemm import DeviceAssertError
 from tests.emulators.deep_gemm.state import STATE
-from tests.emulators.device import DEVICE, emulated_kernels
+from tests.emulators.device import DEVICE
 from tests.emulators.test_manifest import described, manifest_of
 
+pytestmark = pytest.mark.usefixtures("sm90")
+
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def _sm90() -> Iterator[None]:
-    with emulated_kernels():
-        yield
 
 
 class Problem(NamedTuple):

@@ -1,18 +1,15 @@
 """DeepGEMM experts over the strict stand-in, against a float64 reference in every layout."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 
-from moe_ep import kernels
 from moe_ep.dispatch import MaskedLayout
 from moe_ep.experts import create_experts, resolve_backend
 from moe_ep.experts.deep_gemm_experts import DeepGemmExperts
 from moe_ep.fp8 import FP8
 from tests.compare import assert_bits_equal, assert_rows_close
-from tests.emulators.device import emulated_kernels
 from tests.experts.cases import (
     SlotInputs,
     kernel_reference,
@@ -30,11 +27,7 @@ from tests.experts.deep_gemm_cases import (
     restored_rows,
 )
 
-
-@pytest.fixture(autouse=True)
-def _sm90() -> Iterator[None]:
-    with emulated_kernels():
-        yield
+pytestmark = pytest.mark.usefixtures("sm90")
 
 
 @pytest.mark.parametrize("payload", [FP8, BF16])
@@ -86,10 +79,9 @@ def test_no_rows_at_all():
     assert experts(empty).shape == (0, 384)
 
 
-@pytest.mark.parametrize("has_kernels", [False, True])
+@pytest.mark.usefixtures("kernels_or_torch")
 @pytest.mark.parametrize("is_fp8", [True, False])
-def test_row_weights_are_applied_before_the_down_product(monkeypatch, is_fp8, has_kernels):
-    monkeypatch.setattr(kernels, "are_used", lambda device: has_kernels)
+def test_row_weights_are_applied_before_the_down_product(is_fp8):
     experts, weights = loaded(make_spec(is_fp8=is_fp8))
     payload = FP8 if is_fp8 else BF16
     inputs = SlotInputs.random(COUNTS, 384, payload)

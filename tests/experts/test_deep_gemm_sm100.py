@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from moe_ep import kernels
 from moe_ep.deep_gemm_library import DeepGemm
 from moe_ep.experts import ExpertWeights
 from moe_ep.experts.deep_gemm_experts import DeepGemmExperts
@@ -144,10 +143,9 @@ def test_blocks_are_the_librarys():
             experts(dispatched)
 
 
-@pytest.mark.parametrize("has_kernels", [False, True])
-def test_the_activation_of_packed_rows(monkeypatch, has_kernels):
+@pytest.mark.usefixtures("kernels_or_torch")
+def test_the_activation_of_packed_rows():
     """What an exchange that can send UE8M0 delivers, in both layouts, with row weights."""
-    monkeypatch.setattr(kernels, "are_used", lambda device: has_kernels)
     counts = [3, 0, 17]
     spec = make_spec(num_slots=3, hidden=128, intermediate=128)
     experts, weights = load(DeepGemmExperts, spec)

@@ -5,7 +5,7 @@ when its guard is taken out.
 """
 
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,7 +17,7 @@ from moe_ep.experts.deep_gemm_experts import DeepGemmExperts
 from moe_ep.fp8 import FP8, dequantize_rows, quantize_rows
 from tests.compare import assert_bits_equal, assert_rows_close
 from tests.emulators.deep_gemm.state import STATE
-from tests.emulators.device import DEVICE, emulated_kernels
+from tests.emulators.device import DEVICE
 from tests.experts.cases import NAN, SlotInputs, kernel_reference, valid_rows, with_row_weights
 from tests.experts.deep_gemm_cases import (
     BF16,
@@ -29,11 +29,7 @@ from tests.experts.deep_gemm_cases import (
     restored_rows,
 )
 
-
-@pytest.fixture(autouse=True)
-def _sm90() -> Iterator[None]:
-    with emulated_kernels():
-        yield
+pytestmark = pytest.mark.usefixtures("sm90")
 
 
 @pytest.fixture

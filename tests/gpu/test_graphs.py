@@ -9,10 +9,8 @@ import torch
 
 from moe_ep.engine import graphs
 from moe_ep.engine.graphs import CudaGraphMaker, Graph
-from moe_ep.engine.request import EngineRequest
-from moe_ep.engine.world import World
-from tests.engine.driver import RankResult, greedy, run_engine
-from tests.engine.test_parity import FP8, check_rows, config_for, prompts, reference
+from tests.engine.driver import RankResult, run_engine, world_alone
+from tests.engine.test_parity import FP8, check_rows, config_for, prompt_requests, reference
 from tests.tiny import tiny_checkpoint
 
 R = TypeVar("R")
@@ -56,16 +54,12 @@ def test_texts_are_those_of_steps_without_graphs(one_gpu: torch.device) -> None:
         max_num_seqs=8,
         cuda_graph_bs=(2, 4, 8),
     )
-    requests = [
-        EngineRequest(str(index), tuple(prompt), greedy(6, ignore_eos=True))
-        for index, prompt in enumerate(prompts(160))
-    ]
     maker = CountingMaker()
 
     def run(**flags: object) -> RankResult:
-        world = World(rank=0, num_ranks=1, store=None, timeout_s=60.0)
+        changed = dataclasses.replace(config, **flags)
         with patch.object(graphs, "graph_maker", lambda device: maker):
-            return run_engine(dataclasses.replace(config, **flags), world, requests)
+            return run_engine(changed, world_alone(), prompt_requests())
 
     captured = run()
     assert len(maker.num_replays) == 3

@@ -1,10 +1,11 @@
-"""Engines that break at a known place; rank processes import them by name."""
+"""Engines that break or tell at a known place; rank processes import them by name."""
 
 import threading
 from typing import Any
 
 from moe_ep.config import EngineConfig
 from moe_ep.engine.engine import Engine
+from moe_ep.engine.request import EngineRequest
 from moe_ep.engine.world import World
 
 
@@ -36,6 +37,25 @@ class StuckStep(Engine):
             self._progress.stage = "stuck here"
             threading.Event().wait()
         return super().step()
+
+
+class CallJournal(Engine):
+    """Its load records are the calls that it got, in order."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._calls: list[str] = []
+
+    def submit(self, requests: list[EngineRequest]) -> None:
+        self._calls += [f"submit {request.request_id}" for request in requests]
+        super().submit(requests)
+
+    def abort(self, request_ids: list[str]) -> None:
+        self._calls += [f"abort {request_id}" for request_id in request_ids]
+        super().abort(request_ids)
+
+    def load_records(self) -> Any:
+        return list(self._calls)
 
 
 def path(engine: type[Any]) -> str:

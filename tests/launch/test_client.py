@@ -5,7 +5,7 @@ import os
 import signal
 import time
 from collections.abc import AsyncGenerator, Coroutine, Iterator
-from contextlib import aclosing
+from contextlib import aclosing, closing
 from dataclasses import replace
 from typing import Any
 
@@ -13,11 +13,16 @@ import pytest
 import torch
 
 from launch.client import EngineClient
+from launch.completions import Completions
 from launch.failure import EngineDeadError
+from launch.metrics import Metrics
+from launch.openai_api import CompletionRequest, parse_request
+from launch.params import check_token_ids
 from launch.ray_cluster import ClusterError, place_ranks
 from moe_ep.config import EngineConfig
 from moe_ep.engine.request import FinishReason, SamplingParams, StepOutput
 from tests.launch.faulty_engines import BrokenLoad, BrokenStep, StuckStep, path
+from tests.launch.python_calls import PythonCalls
 from tests.tiny import tiny_checkpoint
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
@@ -167,8 +172,7 @@ def test_seeds_are_drawn_for_those_who_bring_none(bench: Bench):
 @pytest.mark.parametrize(
     ("prompt", "change", "message"),
     [
-        ([], {}, "prompt: empty"),
-        ([1, 160], {}, r"prompt\[1\]: 160"),
+        ([], {}, "prompt: 0 tokens"),
         ([1] * 512, {}, "prompt: 512 tokens"),
         ([1], {"temperature": -1.0}, "temperature: -1.0"),
         ([1], {"n": 2}, "n: 2"),
@@ -191,6 +195,20 @@ def test_one_id_is_one_request(bench: Bench):
         await first.aclose()
 
     bench.run(scenario())
+
+
+def test_a_prompt_is_checked_once_for_all_its_choices(bench: Bench):
+    body = {"prompt": [[3, 4], [5]], "n": 4, "max_tokens": 1, "stop": None}
+
+    async def scenario() -> int:
+        service = Completions(bench.client, Metrics())
+        request = parse_request(CompletionRequest, body)
+        with PythonCalls() as calls, closing(await service.prepare(request)) as job:
+            answer = await job.answer()
+        assert len(answer["choices"]) == 8
+        return calls.of(check_token_ids)
+
+    assert bench.run(scenario()) == 2
 
 
 def test_no_room_in_the_cluster_says_what_is_missing(ray_cluster: None):

@@ -9,10 +9,10 @@ from moe_ep.engine.engine import RankStatus
 from moe_ep.progress import Progress
 
 
-def _status(rank: int, *, used: int, slot_tokens: list[list[int]]) -> RankStatus:
+def _status(rank: int, *, used: int) -> RankStatus:
     return RankStatus(
         rank=rank, progress=Progress(), num_running=0, num_waiting=0, kv_tokens=0,
-        kv_blocks_used=used, kv_blocks_total=100, slot_tokens=slot_tokens, error=None,
+        kv_blocks_used=used, kv_blocks_total=100, error=None,
     )  # fmt: skip
 
 
@@ -25,13 +25,9 @@ def _answer(*, first_s: float, last_s: float, num_tokens: int) -> Answer:
 
 def test_the_table_is_right(capsys: pytest.CaptureFixture[str]):
     load = Load()
-    load.add([_status(0, used=30, slot_tokens=[[1, 1]]), _status(1, used=2, slot_tokens=[[0, 0]])])
-    load.add(
-        [
-            _status(0, used=4, slot_tokens=[[3, 1], [5, 5]]),
-            _status(1, used=7, slot_tokens=[[6, 6], [2, 8]]),
-        ]
-    )
+    load.add([_status(0, used=30), _status(1, used=2)])
+    load.add([_status(0, used=4), _status(1, used=7)])
+    load.slot_tokens = [[[3, 1], [5, 5]], [[6, 6], [2, 8]]]
     answers = [
         _answer(first_s=0.1, last_s=1.1, num_tokens=11),
         _answer(first_s=0.3, last_s=2.0, num_tokens=18),
@@ -52,7 +48,8 @@ def test_a_failed_request_is_told_and_fails_the_demo(capsys: pytest.CaptureFixtu
     broken.take({"error": {"message": "rank 1 died"}}, now_s=1.0)
     good = _answer(first_s=0.1, last_s=1.1, num_tokens=11)
     load = Load()
-    load.add([_status(0, used=0, slot_tokens=[[0]])])
+    load.add([_status(0, used=0)])
+    load.slot_tokens = [[[0]]]
     assert report([good, broken, Answer("verse", "cut off")], load) == 1
     text = capsys.readouterr().out
     assert "rank 1 died" in text

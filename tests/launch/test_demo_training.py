@@ -128,7 +128,8 @@ def test_one_tiny_run_trains_exports_and_loads(tmp_path: Path):
         "verse": Split(train=[SCENE * 20], held_out=[SCENE * 20]),
         "code": Split(train=["x = 1\n" * 500], held_out=["y = 2\n" * 500]),
     }
-    config = TrainConfig(minutes=1e-5, num_report_tokens=1024)
+    small = {"num_report_tokens": 128, "num_tokens_per_step": 128, "short_context": 64}
+    config = TrainConfig(minutes=1e-5, long_context_from=1e9, **small)
     initial = build_model(seed=1).state_dict()
     Trainer(tmp_path / "run", corpus, config, initial).run()
     trained = load_file(tmp_path / "run" / WEIGHTS_FILE)

@@ -12,7 +12,7 @@ from launch.plan.plan import make_plan
 from launch.plan.question import Question
 from moe_ep.config import EngineConfig, ModelConfig, find_problems
 from moe_ep.engine.eplb import initial_location
-from moe_ep.engine.world import World
+from tests.engine.driver import world_alone
 from tests.tiny import tiny_checkpoint
 
 NUM_STEPS, NUM_LAYERS, NUM_EXPERTS = 24, 2, 16  # as the tiny model has, after one dense layer
@@ -93,8 +93,7 @@ def test_the_engine_starts_from_what_place_writes(dump: Path, tmp_path: Path, su
     )
     model = ModelConfig.from_path(config.model)
     assert find_problems(config, model) == []
-    world = World(rank=0, num_ranks=1, store=None, timeout_s=1)
-    placement = initial_location(config, model, world).placement
+    placement = initial_location(config, model, world_alone()).placement
     hot_by_rank = (placement.physical_to_logical.unflatten(1, (4, 5)) < 4).sum(2)
     assert hot_by_rank.tolist() == [[2, 2, 2, 2]] * NUM_LAYERS
 

@@ -1,5 +1,6 @@
 """Every field of the sampling parameters: what is refused, by name, and what passes unchanged."""
 
+import contextlib
 import math
 from dataclasses import replace
 from typing import Any
@@ -8,6 +9,7 @@ import pytest
 
 from launch.params import check_params, check_token_ids
 from moe_ep.engine.request import SamplingParams
+from tests.launch.python_calls import PythonCalls
 
 WRONG: list[tuple[str, list[Any]]] = [
     ("n", [0, -1, 129, 1.0, True, "1", None]),
@@ -75,3 +77,27 @@ def test_wrong_token_ids_are_refused_by_position(token_ids: tuple, message: str)
     with pytest.raises(ValueError, match=message):
         check_token_ids(token_ids, vocab_size=100)
     check_token_ids((0, 99), vocab_size=100)
+
+
+def test_wrong_token_ids_that_are_alone_in_a_long_prompt():
+    for wrong in (-1, 100, True, 1.0, None, "5"):
+        with pytest.raises(ValueError, match=rf"^prompt\[777\]: {wrong!r} given; .*0 to 99"):
+            check_token_ids([5] * 777 + [wrong] + [5] * 222, vocab_size=100)  # type: ignore[list-item]
+
+
+def test_token_ids_of_a_subclass_of_int_are_as_good():
+    class Id(int):
+        pass
+
+    check_token_ids((0, Id(99)), vocab_size=100)
+    with pytest.raises(ValueError, match=r"^prompt\[1\]: 100"):
+        check_token_ids((0, Id(100)), vocab_size=100)
+
+
+@pytest.mark.parametrize("last", [5, 100])
+def test_no_python_function_runs_per_token(last: int):
+    """The check runs on the event loop, which all requests share."""
+    with PythonCalls() as calls, contextlib.suppress(ValueError):
+        check_token_ids((5,) * 999 + (last,), vocab_size=100)
+    assert calls.of(check_token_ids) == 1
+    assert calls.total < 10

@@ -151,7 +151,6 @@ def test_a_full_service_refuses_and_recovers():
     """Four continuations run at most (two ranks of two), one more may wait."""
     client = FakeClient(hangs_after=1)
     with ServiceThread(client, ServerConfig(max_queued_requests=1)) as service:
-        assert _post(service, n=6).status_code == 429
         with httpx.stream(
             "POST", f"{service.url}/v1/completions", json={"prompt": IDS, "n": 4, "stream": True}
         ) as running:
@@ -164,6 +163,24 @@ def test_a_full_service_refuses_and_recovers():
         client._hangs_after = None
         assert _wait_until_accepted(service, n=5) == 200
     assert client.num_open == 0
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [({"n": 6}, "n"), ({"n": 2, "prompt": [IDS] * 3}, "n"), ({"prompt": [IDS] * 6}, "prompt")],
+)
+def test_more_choices_than_can_ever_be_open_are_refused_for_good(fields: dict, param: str):
+    """To come back later, as a 429 asks for, would never help."""
+    with ServiceThread(FakeClient(), ServerConfig(max_queued_requests=1)) as service:
+        response = _post(service, **fields)
+        assert response.status_code == 400
+        assert "retry-after" not in response.headers
+        assert _error(response)["param"] == param
+        n, num_prompts = fields.get("n", 1), len(fields.get("prompt", [IDS]))
+        message = _error(response)["message"]
+        assert f"{n} choices (n) of each of {num_prompts} prompts (prompt) given" in message
+        assert "at most 5 are allowed" in message
+        assert _post(service, n=5).status_code == 200
 
 
 def _wait_until_accepted(service: ServiceThread, **fields: Any) -> int:

@@ -8,16 +8,17 @@ import pytest
 import torch
 
 from attention import products
+from launch.cli import main
 from launch.plan.memory import draft_bytes
 from launch.plan.plan import make_plan
 from launch.plan.question import Question
 from moe_ep.config import EngineConfig, ModelConfig
 from moe_ep.engine.assemble import assemble
 from moe_ep.engine.memory import WeightStorage, cache_bytes_per_token, slots_per_rank, weight_bytes
-from moe_ep.engine.world import World
 from moe_ep.model.tensor_names import expected_tensors
 from tests.emulators.device import emulated_kernels
 from tests.emulators.install import emulated
+from tests.engine.driver import world_alone
 from tests.tiny import tiny_checkpoint
 
 # Weight files of deepseek-ai/DeepSeek-V3 (artifact_bytes of its repository tree afb92e1), which
@@ -101,7 +102,7 @@ def allocated_bytes(root: object) -> int:
 def test_a_loaded_engine_allocates_what_the_plan_counts(case: str):
     model_path = str(tiny_checkpoint(case).path)
     config = EngineConfig(model=model_path, num_kv_blocks=7, max_num_seqs=4, enforce_eager=True)
-    parts = assemble(config, World(rank=0, num_ranks=1, store=None, timeout_s=30))
+    parts = assemble(config, world_alone())
     model = ModelConfig.from_path(model_path)
     slots = slots_per_rank(model, ep_size=1, num_redundant=0)
     storage = WeightStorage("float32", expert_dtype="float32", is_cpu=True)
@@ -120,7 +121,7 @@ def test_bf16_weights_on_cpus_take_what_the_plan_counts(
     monkeypatch.setattr(products, "cpu_has_bf16", lambda: has_bf16)
     model_path = str(tiny_checkpoint("v3", dtype="bfloat16").path)
     config = EngineConfig(model=model_path, num_kv_blocks=7, max_num_seqs=4, enforce_eager=True)
-    parts = assemble(config, World(rank=0, num_ranks=1, store=None, timeout_s=30))
+    parts = assemble(config, world_alone())
     model = ModelConfig.from_path(model_path)
     storage = WeightStorage("bfloat16", is_cpu=True, is_widened=not has_bf16)
     planned = weight_bytes(model, storage, num_slots=model.num_experts)
@@ -140,7 +141,7 @@ def test_fp8_weights_of_the_library_take_what_the_plan_counts(major: int):
     )
     model = ModelConfig.from_path(model_path)
     with emulated("deep_ep"), emulated_kernels(major=major):
-        parts = assemble(config, World(rank=0, num_ranks=1, store=None, timeout_s=30))
+        parts = assemble(config, world_alone())
         held = allocated_bytes(parts.decoder)
     resolved, _ = config.resolve(model)
     storage = WeightStorage.of(
@@ -169,8 +170,11 @@ def test_drafts_take_a_layer_and_its_cache():
     assert sizes["draft layer"] == draft_bytes(d) < whole / 6
 
 
-def test_what_does_not_fit_is_said():
+def test_what_does_not_fit_is_said(capsys: pytest.CaptureFixture[str]):
     crowded = make_plan(Question("deepseek-v3", gpu="h800", ep_size=8))
     assert not crowded.fits
     assert crowded.memory.headroom_bytes < 0
+    lacking = 64 * 4096 * 70_272 - crowded.memory.headroom_bytes
+    assert main(["plan", "--gpu", "h800", "--ep-size", "8"]) == 1
+    assert f"{lacking / 2**30:.1f} GiB are lacking" in " ".join(capsys.readouterr().out.split())
     assert make_plan(Question("deepseek-v3", gpu="h200", ep_size=8)).fits

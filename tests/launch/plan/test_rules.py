@@ -3,14 +3,16 @@
 from dataclasses import replace
 
 import pytest
+import torch
 
 from launch.plan.cards import cards, fabrics
-from launch.plan.exchange import Exchange
+from launch.plan.exchange import Exchange, places_hit
 from launch.plan.kernels import mla_decode_core, product
 from launch.plan.layer import Batch, Deployment
 from launch.plan.parameters import family
 from launch.plan.step import step_time
 from moe_ep.config import ModelConfig
+from moe_ep.gate import Gate
 from moe_ep.progress import Stage
 
 MODEL = ModelConfig.from_path("deepseek-v3")
@@ -121,6 +123,53 @@ def test_two_micro_batches_hide_at_most_one_of_exchange_and_computing():
     computing = sum(us.values()) - exchange
     assert step.layer_us >= max(exchange, computing) - 1e-6
     assert step.layer_us < exchange + computing
+
+
+def routed(model: ModelConfig, num_tokens: int = 4000) -> torch.Tensor:
+    """Experts that the engine's own router picks for even random scores, ``[T, K]``."""
+    gate = Gate(
+        weight=torch.eye(model.num_experts),
+        bias=None,
+        num_topk=model.num_experts_per_tok,
+        n_group=model.n_group,
+        topk_group=model.topk_group,
+        scoring_func=model.scoring_func,
+        topk_method=model.topk_method,
+        norm_topk_prob=model.norm_topk_prob,
+        routed_scaling_factor=1.0,
+    )
+    scores = torch.randn(num_tokens, model.num_experts, generator=torch.Generator().manual_seed(1))
+    return gate(scores)[0]
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "kimi-k2", "deepseek-v2-lite"])
+def test_normal_mode_crosses_as_often_as_the_routers_choices_do(name: str):
+    """Shares of groups that do not fit into places were rounded: EP 48, six nodes, had 2.7 instead
+    of 4.0, fewer than four nodes. What is left is the bias that ``places_hit`` owns up to."""
+    model = ModelConfig.from_path(name)
+    topk_idx = routed(model)
+    counts = (1, 2, 3, 4, 6, 8, 12, 16, 18, 20, 32, 64, 128)
+    for num_places in counts:
+        places = topk_idx * num_places // model.num_experts
+        is_hit = torch.zeros(len(places), num_places).scatter_(1, places, 1.0)
+        truth = float(is_hit.sum(1).mean())
+        assert 0.905 * truth < places_hit(model, num_places) < 1.005 * truth, num_places
+    if model.n_group == 1:
+        hits = [places_hit(model, num_places) for num_places in counts]
+        assert hits == sorted(hits)
+
+
+def test_bytes_of_a_low_latency_dispatch_are_rows_that_cross():
+    """Every token's row to each of its experts, counted one by one over what it crosses."""
+    num_tokens, ep_size, gpus = 128, 32, 8
+    exchange = Exchange(cards()["h800"], fabrics()["ib-400"], MODEL, ep_size)
+    ranks = routed(MODEL, num_tokens * 100) * ep_size // MODEL.num_experts
+    crossing = int((ranks >= gpus).sum()) / 100  # of 128 tokens of rank 0, to other nodes
+    row = 7168 + 4 * 56 + 16
+    ideal = HOPPER | {"ll_dispatch_latency_us": 0.0, "ll_hop_us": 0.0, "ll_dispatch_fabric": 1.0}
+    cost = exchange.low_latency(ideal, num_tokens, "dispatch")
+    assert cost.bound == "fabric"
+    assert cost.us == pytest.approx(crossing * row / 50e9 * 1e6, rel=0.01)
 
 
 def test_low_latency_times_of_deepep_on_h800():
