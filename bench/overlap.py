@@ -37,10 +37,10 @@ from bench.decode import GEOMETRY
 from bench.ranks import run_ranks
 from bench.slow_link import SlowLink
 from moe_ep.config import EngineConfig
+from moe_ep.config.overlap import DEFAULT_OVERLAP, OverlapRules
 from moe_ep.engine.assemble import assemble
 from moe_ep.engine.request import EngineRequest, SamplingParams
-from moe_ep.engine.specs import DEFAULT_OVERLAP
-from moe_ep.engine.step_shape import OverlapRules, Vote, derive
+from moe_ep.engine.step_shape import Vote, derive
 from moe_ep.engine.world import World
 
 TIMEOUT_S = 120.0

@@ -60,7 +60,7 @@ def _checked(client: "EngineClient", prompt: Prompt, params: SamplingParams) -> 
     else:
         ids = prompt
     check_params(params, vocab_size)
-    check_token_ids(tuple(ids), vocab_size)
+    check_token_ids(ids, vocab_size)
     client.check_admission(len(ids), params)
     return ids
 

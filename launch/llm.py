@@ -87,7 +87,7 @@ class LLM:
         texts_and_ids = [self._read_prompt(prompt) for prompt in _as_list(prompts)]
         params = self._read_params(sampling_params, len(texts_and_ids))
         for (_, ids), each in zip(texts_and_ids, params, strict=True):
-            check_token_ids(tuple(ids), self._client.model.vocab_size)
+            check_token_ids(ids, self._client.model.vocab_size)
             self._client.check_admission(len(ids), each)
         return self._run(self._generate(texts_and_ids, params, use_tqdm))
 

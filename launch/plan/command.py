@@ -1,14 +1,15 @@
 """The command that starts the engine of a plan. It knows no drafts and no FP8 cache yet."""
 
 import shlex
+from dataclasses import asdict
 from pathlib import Path
 
 from launch.plan.question import Question
 from moe_ep.config import EngineConfig
+from moe_ep.config.overlap import DEFAULT_OVERLAP
 
-# Tokens from which the engine overlaps steps unless told otherwise
-# (``moe_ep.engine.specs.DEFAULT_OVERLAP``, whose module needs torch).
-OVERLAP_FROM = {"decode": 128, "prefill": 512}
+# Tokens from which the engine overlaps steps unless told otherwise, by phase.
+OVERLAP_FROM: dict[str, int] = asdict(DEFAULT_OVERLAP)
 NO_WEIGHTS = (
     "The model has no weights here, so that the command makes random ones: give --model the"
     " checkpoint's directory, and leave --load-format out."

@@ -74,9 +74,7 @@ def places_hit(model: ModelConfig, num_places: int) -> float:
     these. That is 9 % less than what an even gate needs, at most: it keeps the groups with its best
     two experts, and never takes an expert twice. Fitted shares of the links make up for it.
     """
-    has_groups = model.topk_method != "greedy" and model.topk_group < model.n_group
-    groups, kept = (model.n_group, model.topk_group) if has_groups else (1, 1)
-    return _hit(num_places, groups, kept, model.num_experts_per_tok)
+    return _hit(num_places, *model.router_groups, model.num_experts_per_tok)
 
 
 @cache

@@ -83,6 +83,12 @@ class ModelConfig:
         return 1e-6
 
     @property
+    def router_groups(self) -> tuple[int, int]:
+        """Groups of experts, and of how many of them a token's experts are: 1 and 1 for a router
+        that knows none, whatever ``n_group`` is."""
+        return (1, 1) if self.topk_method == "greedy" else (self.n_group, self.topk_group)
+
+    @property
     def softmax_scale(self) -> float:
         """``qk_head_dim ** -0.5``, times YaRN's mscale squared when ``mscale_all_dim`` is set."""
         scale = self.qk_head_dim**-0.5

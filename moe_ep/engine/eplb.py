@@ -61,11 +61,11 @@ def initial_location(config: EngineConfig, model: ModelConfig, world: World) -> 
 
 def cost_model(config: EngineConfig, model: ModelConfig, num_nodes: int) -> CostModel:
     """What placements are judged by, without the price of moves."""
-    is_grouped = model.topk_method != "greedy"
+    num_groups, topk_group = model.router_groups
     return CostModel(
         num_nodes=num_nodes,
-        num_groups=model.n_group if is_grouped else 1,
-        topk_group=model.topk_group if is_grouped else 1,
+        num_groups=num_groups,
+        topk_group=topk_group,
         num_experts_per_tok=model.num_experts_per_tok,
         price_per_crossing=config.eplb_node_traffic_price,
     )

@@ -3,18 +3,14 @@
 import torch
 
 from moe_ep.config import EngineConfig, ModelConfig
+from moe_ep.config.overlap import DEFAULT_OVERLAP, OverlapRules
 from moe_ep.dispatch import DispatchSpec, Mode
 from moe_ep.engine.memory import slots_per_rank
-from moe_ep.engine.step_shape import OverlapRules, StepRules
+from moe_ep.engine.step_shape import StepRules
 from moe_ep.experts import ExpertSpec
 from moe_ep.fp8 import ScaleFormat
 
 DTYPES = {"fp8": torch.float8_e4m3fn, "bfloat16": torch.bfloat16, "float32": torch.float32}
-
-# Where two micro-batches pay without being told. Halves re-read all weights and run twice as many
-# kernels: published decode steps lose a quarter with 32 tokens per GPU, break even between 64 and
-# 128, and gain from there on. A prefill's halves of 256 still fill blocks of 128 rows.
-DEFAULT_OVERLAP = OverlapRules(decode=128, prefill=512)
 
 
 def step_rules(config: EngineConfig) -> StepRules:

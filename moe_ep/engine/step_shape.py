@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
 from enum import Enum
 
+from moe_ep.config.overlap import OverlapRules
 from moe_ep.dispatch.base import Mode
 
 DEEPEP_MODES = ("auto", "normal", "low_latency")
@@ -48,15 +49,6 @@ class Vote:
             raise ValueError(f"vote: {len(vector)} numbers given; {len(fields(cls))} are needed")
         step, num_decode_tokens, num_prefill_tokens, num_largest_part, *flags = vector
         return cls(step, num_decode_tokens, num_prefill_tokens, num_largest_part, *map(bool, flags))
-
-
-@dataclass(frozen=True)
-class OverlapRules:
-    """Fewest tokens of the fullest rank, which the others wait for, that are worth two
-    micro-batches: in a step where no rank prefills, and in any other."""
-
-    decode: int
-    prefill: int
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from moe_ep.config import EngineConfig
+from moe_ep.config.overlap import OverlapRules
 from moe_ep.dispatch.base import Dispatched, Mode
 from moe_ep.engine import graphs
 from moe_ep.engine.graphs import default_sizes, micro_batch_sizes, resolve_graphs, step_sizes
-from moe_ep.engine.step_shape import OverlapRules, StepRules, Vote, derive
+from moe_ep.engine.step_shape import StepRules, Vote, derive
 from moe_ep.engine.world import World
 from moe_ep.experts import ExpertSpec, create_experts
 from moe_ep.fp8 import FP8

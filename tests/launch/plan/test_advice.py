@@ -18,7 +18,7 @@ from launch.plan.command import OVERLAP_FROM, launch_command
 from launch.plan.plan import make_plan
 from launch.plan.question import Question
 from moe_ep.config import EngineConfig, validate
-from moe_ep.engine.specs import DEFAULT_OVERLAP
+from moe_ep.config.overlap import DEFAULT_OVERLAP
 from tests.tiny import tiny_checkpoint
 
 SCHEMA = json.loads((DATA / "plan.schema.json").read_text(encoding="utf-8"))
