@@ -16,7 +16,8 @@ behind the half of a layer that it may hide behind; in FP8 the way back is twice
 attention takes much longer than experts, as on CPUs without instructions for BF16, ``--context``
 evens them out.
 
-Prints a table, and one JSON object last.
+Prints a table, and one JSON object last. ``--plot`` draws two layers of a step, without and with
+overlap, over the first slow link of the first case.
 """
 
 import argparse
@@ -36,12 +37,16 @@ from rich.table import Table
 from bench.decode import GEOMETRY
 from bench.ranks import run_ranks
 from bench.slow_link import SlowLink
+from bench.steps.plot import draw_timelines
 from moe_ep.config import EngineConfig
 from moe_ep.config.overlap import DEFAULT_OVERLAP, OverlapRules
 from moe_ep.engine.assemble import assemble
+from moe_ep.engine.host import prepare_process
 from moe_ep.engine.request import EngineRequest, SamplingParams
 from moe_ep.engine.step_shape import Vote, derive
+from moe_ep.engine.step_times import RankTimes, step_times
 from moe_ep.engine.world import World
+from moe_ep.recorder import Recorder, create_clock
 
 TIMEOUT_S = 120.0
 NUM_RANKS = 2
@@ -89,6 +94,7 @@ class Rank:
         self.link = SlowLink(self.parts.dispatcher)
         for layer in self.parts.decoder.moe_layers:
             layer.dispatcher = self.link
+        self.recorder = Recorder(self.parts.progress, create_clock(world.device))
         self._num_requests = 0
 
     def submit(self, num_requests: int, prompt_lens: Sequence[int], max_tokens: int) -> None:
@@ -170,15 +176,28 @@ class Comparison:
         median = torch.tensor(statistics.median(samples), dtype=torch.float64)
         return self._of_slowest_rank(median).item()
 
+    def recorded(self, rules: OverlapRules | None) -> list[RankTimes]:
+        """One step of all ranks."""
+        recorder = self.rank.recorder
+        recorder.start()
+        self.step(rules)
+        return step_times(self.rank.world.gather(recorder.finish()))
+
     def _of_slowest_rank(self, seconds: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(seconds, op=dist.ReduceOp.MAX, group=self.rank.world.group)
         return seconds
 
 
-def compare(rank: Rank, phase: str, tokens: int, args: argparse.Namespace) -> list[Row]:
-    """Rows of the fast link, and of the slow one with each of the given times. Collective."""
+Picture = dict[str, list[RankTimes]]  # steps by title
+
+
+def compare(
+    rank: Rank, phase: str, tokens: int, args: argparse.Namespace
+) -> tuple[list[Row], Picture]:
+    """Rows of the fast link, and of the slow one with each of the given times; and a step of each
+    kind over the first slow link. Collective."""
     link = rank.link
-    rows = []
+    rows, picture = [], Picture()
     with Comparison(rank, phase, tokens, args.context) as steps:
         before = link.sent_bytes
         steps.step(None)
@@ -194,8 +213,12 @@ def compare(rank: Rank, phase: str, tokens: int, args: argparse.Namespace) -> li
             off, on = steps.in_turns([None, ALWAYS], args.samples)
             limit = statistics.median(off) / max(transfers * computation, halves)
             rows.append(Row(phase, tokens, transfers, "forced", off, on, limit))
+            if args.plot and not picture:
+                title = f"{phase}, {tokens} tokens per rank, transfers {transfers}x computation"
+                picture[f"{title}: one micro-batch"] = steps.recorded(None)
+                picture[f"{title}: two micro-batches"] = steps.recorded(ALWAYS)
         link.seconds_per_byte = 0.0
-    return rows
+    return rows, picture
 
 
 def show(rows: list[Row], console: Console) -> None:
@@ -216,7 +239,7 @@ def show(rows: list[Row], console: Console) -> None:
 
 
 def _run(world: World, directory: str, args: argparse.Namespace) -> None:
-    torch.set_num_threads(1)
+    prepare_process(1)
     most = max([*args.decode, *(tokens // PROMPT_TOKENS for tokens in args.prefill)])
     config = EngineConfig(
         model=directory,
@@ -231,13 +254,15 @@ def _run(world: World, directory: str, args: argparse.Namespace) -> None:
     with torch.inference_mode():
         rank = Rank(config, world)
         cases = [("decode", n) for n in args.decode] + [("prefill", n) for n in args.prefill]
-        rows = [row for case in cases for row in compare(rank, *case, args)]
+        results = [compare(rank, *case, args) for case in cases]
     if world.rank == 0:
-        _report(rows, args)
+        _report([row for rows, _ in results for row in rows], results[0][1], args)
 
 
-def _report(rows: list[Row], args: argparse.Namespace) -> None:
+def _report(rows: list[Row], picture: Picture, args: argparse.Namespace) -> None:
     show(rows, Console())
+    if args.plot:
+        draw_timelines(picture, Path(args.plot))
     result = json.dumps({"rows": [asdict(row) | {"ratio": row.ratio} for row in rows]})
     if args.json:
         Path(args.json).write_text(result + "\n", encoding="utf-8")
@@ -260,9 +285,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dispatch-dtype", choices=("fp8", "bfloat16"), default="bfloat16")
     parser.add_argument("--samples", type=int, default=10, help="steps of each kind")
     parser.add_argument("--json", help="file for the JSON object")
+    parser.add_argument("--plot", help="file for the picture, a PNG")
     args = parser.parse_args(argv)
     if not args.decode and not args.prefill:
         parser.error("--decode or --prefill must name a number of tokens")
+    if args.plot and not args.transfers:
+        parser.error("--plot shows a step over a slow link: --transfers must name one")
     if args.context < 2:
         parser.error("--context must be at least 2")
     if any(tokens < 1 or tokens % PROMPT_TOKENS for tokens in args.prefill):

@@ -1,9 +1,9 @@
-"""The report as a picture: each layer as a stacked bar, and a stretch of a step over time.
+"""Steps as pictures: each layer as a stacked bar, and a stretch of a step over time.
 
 matplotlib is imported when a plot is drawn.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +38,6 @@ _COLOURS = {
 def draw(arms: Sequence[ArmReport], path: Path) -> None:
     """Write a PNG: a column for each engine."""
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(9 * len(arms), 10), layout="constrained")
     bars, lines = figure.subplots(2, len(arms), squeeze=False)
@@ -49,6 +48,28 @@ def draw(arms: Sequence[ArmReport], path: Path) -> None:
         bar.set_ylim(0, 1.05e3 * highest)
         bar.set_title(f"{arm.name}: mean of all steps and ranks, by layer")
         line.set_title("the first MoE layers of a step of median length")
+    _save(figure, path)
+
+
+def draw_timelines(steps: Mapping[str, Sequence[RankTimes]], path: Path) -> None:
+    """Write a PNG: by name, the first MoE layers of one step of all ranks, under each other and to
+    one scale."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5 * len(steps)), layout="constrained")
+    lines = figure.subplots(len(steps), 1, squeeze=False)[:, 0]
+    for (name, ranks), line in zip(steps.items(), lines, strict=True):
+        _draw_timeline(line, ranks)
+        line.set_title(name)
+    longest = max(line.get_xlim()[1] for line in lines)
+    for line in lines:
+        line.set_xlim(0, longest)
+    _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> None:
+    from matplotlib.patches import Patch
+
     entries = [(str(stage), colour) for stage, colour in _COLOURS.items()]
     entries += [*_WAITS.values(), _REST, _FLIGHT]
     patches = [Patch(color=colour, label=label) for label, colour in entries]

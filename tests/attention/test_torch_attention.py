@@ -149,7 +149,7 @@ def test_decode_does_not_depend_on_how_it_is_cut(
 ) -> None:
     case = make_case(make_spec(), [*RAGGED, (200, 1)], 10)
     monkeypatch.setattr(decode_module, "ITEM_ROWS", item_rows)
-    monkeypatch.setattr(decode_module, "GROUP_ROWS", group_rows)
+    monkeypatch.setitem(decode_module.GROUP_ROWS, case.spec.dtype, group_rows)
     assert_answers(decode(create_attention("torch", case.spec), case), case)
 
 
