@@ -8,6 +8,7 @@ the latent space, one latent row per cached token); the others are prefill chunk
 """
 
 from abc import ABC, abstractmethod
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,14 +40,14 @@ class AttentionBatch:
     """What one step attends to, in token order: decodes first, then prefill chunks.
 
     query_lens: new tokens per request. context_lens: tokens already in the cache before this step.
-    block_tables: cache blocks per request, enough for context plus query.
+    block_tables: cache blocks per request, enough for context plus query; each an ``array("i")``.
     num_padded_tokens: T of the step's tensors; rows past ``sum(query_lens)`` are padding.
     """
 
     num_decodes: int
     query_lens: list[int]
     context_lens: list[int]
-    block_tables: list[list[int]]
+    block_tables: "list[array[int]]"
     num_padded_tokens: int
 
     @property

@@ -7,13 +7,13 @@ one copy.
 Shape letters: B requests, I items.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
 
 from attention.base import BLOCK_SIZE, AttentionBatch
+from attention.block_tables import joined
 
 ITEM_ROWS = 512  # cache positions of an item of a short request
 MAX_ITEMS = 32  # of one request: partial results must stay small beside the latents read
@@ -81,57 +81,62 @@ class StaticItems:
 
     def update(self, batch: AttentionBatch) -> None:
         """Take over the decodes of the batch; one copy, of what a step of this size needs."""
-        columns = _columns(batch)
-        values: list[int] = []
+        columns, stop = _columns(batch), 0
+        num_spare = self._sizes["blocks"] - len(columns["blocks"])
+        values = np.zeros(len(self._packed) - num_spare, dtype=np.int32)
         for name, size in self._sizes.items():
-            column = columns[name]
+            column, start = columns[name], stop
             assert len(column) <= size, f"{name}: {len(column)} values, room for {size}"
-            # Of a request of padding, the first item is the one after the last: it has none.
-            filler = column[-1] if name == "first_item" else 0
-            values += column if name == "blocks" else column + [filler] * (size - len(column))
-        self._packed[: len(values)].copy_(torch.tensor(values, dtype=torch.int32))
+            values[start : start + len(column)] = column
+            stop = start + size
+            if name == "first_item":  # of a request of padding, that after the last: it has none
+                values[start + len(column) : stop] = column[-1]
+        self._packed[: len(values)].copy_(torch.from_numpy(values))
 
 
 def plan_items(batch: AttentionBatch, device: torch.device) -> DecodeItems:
     """Cut the first ``num_decodes`` requests of the batch into items."""
     columns = _columns(batch)
-    packed = torch.tensor(
-        [value for column in columns.values() for value in column], dtype=torch.int32
-    )
+    packed = torch.from_numpy(np.concatenate(list(columns.values()), dtype=np.int32))
     if device.type == "cuda":
         packed = packed.pin_memory().to(device, non_blocking=True)
     tensors = packed.split([len(column) for column in columns.values()])
-    max_query_len = max(columns["query_lens"])
+    max_query_len = int(columns["query_lens"].max())
     return DecodeItems(**dict(zip(columns, tensors, strict=True)), max_query_len=max_query_len)
 
 
-def _columns(batch: AttentionBatch) -> dict[str, list[int]]:
-    """The tensors of ``DecodeItems``, as lists, by name."""
+def _columns(batch: AttentionBatch) -> dict[str, np.ndarray]:
+    """The tensors of ``DecodeItems``, as arrays, by name."""
     num = batch.num_decodes
-    query_lens, context_lens = batch.query_lens[:num], batch.context_lens[:num]
+    query_lens = np.array(batch.query_lens[:num], dtype=np.int64)
+    context_lens = np.array(batch.context_lens[:num], dtype=np.int64)
     tables = batch.block_tables[:num]
-    ranges = [cut(c + q) for c, q in zip(context_lens, query_lens, strict=True)]
-    items = [(request, *item) for request, part in enumerate(ranges) for item in part]
+    lengths = query_lens + context_lens
+    item_rows = _item_rows(lengths)
+    num_items = -(-lengths // item_rows)
+    first_item = _starts(num_items)
+    item_request = np.arange(num).repeat(num_items)
+    item_start = np.arange(len(item_request)) - first_item[item_request]
+    item_start *= item_rows[item_request]
     return {
-        "item_request": [request for request, _, _ in items],
-        "item_start": [start for _, start, _ in items],
-        "item_stop": [stop for _, _, stop in items],
-        "first_item": _starts(map(len, ranges)),
-        "first_block": _starts(map(len, tables))[:-1],
-        "blocks": [block for table in tables for block in table],
+        "item_request": item_request,
+        "item_start": item_start,
+        "item_stop": np.minimum(item_start + item_rows[item_request], lengths[item_request]),
+        "first_item": first_item,
+        "first_block": _starts(np.array(list(map(len, tables)), dtype=np.int64))[:-1],
+        "blocks": joined(tables),
         "first_token": _starts(query_lens)[:-1],
         "query_lens": query_lens,
         "context_lens": context_lens,
     }
 
 
-def cut(length: int) -> list[tuple[int, int]]:
-    """Ranges that cover ``length`` cache positions, each but the last of whole pages."""
-    num_items = min(MAX_ITEMS, -(-length // ITEM_ROWS))
-    step = -(-length // (num_items * BLOCK_SIZE)) * BLOCK_SIZE
-    return [(start, min(start + step, length)) for start in range(0, length, step)]
+def _item_rows(lengths: np.ndarray) -> np.ndarray:
+    """Cache positions of each item but the last of requests of these lengths: whole pages."""
+    num_items = np.minimum(-(-lengths // ITEM_ROWS), MAX_ITEMS)
+    return -(-lengths // (num_items * BLOCK_SIZE)) * BLOCK_SIZE
 
 
-def _starts(lengths: Iterable[int]) -> list[int]:
+def _starts(lengths: np.ndarray) -> np.ndarray:
     """Where pieces of these lengths start, and where the last one ends."""
-    return [0, *accumulate(lengths)]
+    return np.concatenate([[0], lengths.cumsum()])

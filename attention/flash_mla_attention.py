@@ -1,4 +1,4 @@
-"""The attention core through FlashMLA: its dense decode kernel for Hopper, and torch for prefill.
+"""The attention core through FlashMLA: its dense decode kernel for Hopper. Prefill is ours.
 
 The library ends the process on some inputs that its argument checks let through, so ``supports``
 refuses them first. Its schedule of a step is an object that the first layer's call fills, on the
@@ -10,13 +10,17 @@ Shape letters: D decode tokens, b requests of a call, s query tokens of each, N 
 """
 
 import importlib
+from array import array
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from attention.base import BLOCK_SIZE, AttentionBatch, AttentionSpec, StaticPlan
-from attention.torch_prefill import PrefillPlan, TorchPrefill, plan_prefills
+from attention.block_tables import joined
+from attention.gpu_prefill import GpuPrefill
+from attention.torch_prefill import PrefillPlan
 
 PAGE_SIZE = 64
 LATENT_DIM, KV_LORA_RANK = 576, 512
@@ -44,8 +48,9 @@ class FlashMlaPlan(PrefillPlan):
     calls: tuple[_Call, ...]
 
 
-class FlashMlaAttention(TorchPrefill):
-    """Absorb path: one call of FlashMLA per layer and number of new tokens. Expand path: torch."""
+class FlashMlaAttention(GpuPrefill):
+    """Absorb path: one call of FlashMLA per layer and number of new tokens. Expand path:
+    ``GpuPrefill``."""
 
     def __init__(self, spec: AttentionSpec, *, device: torch.device | str = "cpu") -> None:
         super().__init__(spec, device=device)
@@ -73,7 +78,7 @@ class FlashMlaAttention(TorchPrefill):
             num_tokens=batch.num_tokens,
             num_decode_tokens=batch.num_decode_tokens,
             calls=tuple(self._plan_call(batch, count) for count in num_queries),
-            prefills=tuple(plan_prefills(batch, self.device)),
+            prefills=self.plan_prefills(batch),
         )
 
     @classmethod
@@ -163,11 +168,13 @@ class FlashMlaStaticPlan(StaticPlan):
         return FlashMlaPlan(num_requests, num_requests, prefills=(), calls=(call,))
 
 
-def _block_table(tables: list[list[int]], lengths: list[int]) -> torch.Tensor:
+def _block_table(tables: "list[array[int]]", lengths: list[int]) -> torch.Tensor:
     """int32 on the CPU, a row for each request, as wide as the most blocks that one needs."""
     used = [table[: -(-length // PAGE_SIZE)] for table, length in zip(tables, lengths, strict=True)]
-    width = max(map(len, used))
-    return torch.tensor([row + [0] * (width - len(row)) for row in used], dtype=torch.int32)
+    counts = np.array(list(map(len, used)))
+    padded = np.zeros((len(used), counts.max()), dtype=np.int32)
+    padded[np.arange(padded.shape[1]) < counts[:, None]] = joined(used)
+    return torch.from_numpy(padded)
 
 
 def _library_problem() -> str | None:

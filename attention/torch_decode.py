@@ -3,13 +3,13 @@
 Shape letters: D decode tokens, B requests, Q query tokens per request, I items (i of one group),
 r cache rows of an item, N heads, C kv_lora_rank.
 
-An item is up to ITEM_ROWS cache rows of one request; its length is rounded up to a multiple of
-ROW_STEP and items of equal length form groups, so that work is proportional to the sum of the
-context lengths and not to the batch times the longest. A group is gathered into one contiguous
-piece for two batched products, small enough to stay near the core; items of one request are merged
-by log-sum-exp in a fixed order. Gathering costs about as much as one of the products. Products on
-views of the cache would save it, but only for requests whose blocks happen to be neighbours, at
-one small product per request (slower in sum), and they would read rows that nobody wrote.
+An item is up to ITEM_ROWS cache rows of one request; its length is rounded up to whole blocks, and
+items of equal length form groups, so that work is proportional to the sum of the context lengths
+and not to the batch times the longest. A group is gathered into one contiguous piece for two
+batched products, small enough to stay near the core; items of one request are merged by log-sum-exp
+in a fixed order. Gathering costs about as much as one of the products. Products on views of the
+cache would save it, but only for requests whose blocks happen to be neighbours, at one small
+product per request (slower in sum), and they would read rows that nobody wrote.
 
 Products accumulate in float32 and round scores to the type in which they are computed, as the
 weights they become are rounded anyway; softmax, its statistics and merging are float32.
@@ -17,25 +17,26 @@ weights they become are rounded anyway; softmax, its statistics and merging are 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import groupby
 from typing import NamedTuple
 
 import torch
 
-from attention.base import AttentionBatch, AttentionSpec
-from attention.torch_ops import MASKED, CacheRows, softmax_lse
+from attention.base import BLOCK_SIZE, AttentionBatch, AttentionSpec
+from attention.block_tables import CacheRows
+from attention.torch_ops import MASKED, softmax_lse
 
-ITEM_ROWS = 512
-ROW_STEP = 64
+ITEM_ROWS = 512  # whole blocks
 # Of products in each type: 2.4 MB of latents of 576 bfloat16 values, 1.2 MB in float32, which CPUs
 # with smaller caches use. There, 2048 rows take 1.0 to 1.5 times as long.
 GROUP_ROWS = {torch.bfloat16: 2048, torch.float32: 512}
 
 
-class _Item(NamedTuple):
-    num_rows: int  # padded
-    request: int
-    start: int
+class _Items(NamedTuple):
+    """All int64 ``[I]``; num_rows: padded, rising."""
+
+    request: torch.Tensor
+    start: torch.Tensor
+    num_rows: torch.Tensor
 
 
 class _Group(NamedTuple):
@@ -74,31 +75,17 @@ def plan_decode(batch: AttentionBatch, dtype: torch.dtype, device: torch.device)
     nth = torch.arange(int(query_lens.max())).minimum(query_lens[:, None] - 1)  # [B, Q]
     first_row = query_lens.cumsum(0) - query_lens
     last_seen, query_rows = context_lens[:, None] + nth, first_row[:, None] + nth
-    items = sorted(_items(batch))
-    rows_of, groups = CacheRows(batch), []
-    for part in _grouped(items, GROUP_ROWS[dtype]):
-        requests = torch.tensor([item.request for item in part])
-        start = torch.tensor([item.start for item in part])[:, None]
-        positions = start + torch.arange(part[0].num_rows)  # [i, r]
-        is_hidden = positions[:, None, :] > last_seen[requests][:, :, None]  # [i, Q, r]
-        is_past = positions > last_seen[requests, -1:]
-        cache_rows = rows_of(requests[:, None], positions.where(~is_past, start))
-        group = _Group(
-            cache_rows=cache_rows.flatten(),
-            mask=torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, MASKED),
-            query_rows=query_rows[requests].flatten(),
-        )
-        groups.append(_Group(*(tensor.to(device) for tensor in group)))
-    item_request = torch.tensor([item.request for item in items])
+    items = _items(context_lens + query_lens)
+    groups = _groups(items, CacheRows(batch), last_seen, query_rows, dtype)
     place = torch.arange(batch.num_decodes)
-    if len(items) == batch.num_decodes:
-        place = item_request.argsort()
+    if len(items.request) == batch.num_decodes:
+        place = items.request.argsort()
     token_rows = place[:, None] * nth.shape[1] + nth  # [B, Q]
     is_token = torch.arange(nth.shape[1]) < query_lens[:, None]
     return DecodeWork(
         num_requests=batch.num_decodes,
-        groups=tuple(groups),
-        item_request=item_request.to(device),
+        groups=tuple(_Group(*(tensor.to(device) for tensor in group)) for group in groups),
+        item_request=items.request.to(device),
         token_rows=token_rows[is_token].to(device),
     )
 
@@ -117,19 +104,43 @@ def run_decode(
     return merged.index_select(0, work.token_rows).to(q.dtype)
 
 
-def _items(batch: AttentionBatch) -> Iterator[_Item]:
-    for request in range(batch.num_decodes):
-        length = batch.context_lens[request] + batch.query_lens[request]
-        for start in range(0, length, ITEM_ROWS):
-            steps = -(-(length - start) // ROW_STEP)
-            yield _Item(min(steps * ROW_STEP, ITEM_ROWS), request, start)
+def _items(lengths: torch.Tensor) -> _Items:
+    """Of requests of these lengths; in the order of their own, then of requests."""
+    num_items = -(-lengths // ITEM_ROWS)
+    request = torch.arange(len(lengths)).repeat_interleave(num_items)
+    nth = torch.arange(len(request)) - (num_items.cumsum(0) - num_items)[request]
+    start = nth * ITEM_ROWS
+    num_rows = (-((start - lengths[request]) // BLOCK_SIZE) * BLOCK_SIZE).clamp(max=ITEM_ROWS)
+    order = num_rows.argsort(stable=True)
+    return _Items(request[order], start[order], num_rows[order])
 
 
-def _grouped(items: list[_Item], most_rows: int) -> Iterator[list[_Item]]:
-    """Runs of items of equal length, at most ``most_rows`` rows each; items are sorted."""
-    for num_rows, same in groupby(items, key=lambda item: item.num_rows):
-        members, step = list(same), max(1, most_rows // num_rows)
-        yield from (members[at : at + step] for at in range(0, len(members), step))
+def _groups(
+    items: _Items,
+    rows_of: CacheRows,
+    last_seen: torch.Tensor,
+    query_rows: torch.Tensor,
+    dtype: torch.dtype,
+) -> Iterator[_Group]:
+    """Runs of items of equal length, at most GROUP_ROWS rows each. last_seen: the last position
+    that a query sees, and query_rows, both ``[B, Q]``."""
+    sizes, counts = items.num_rows.unique_consecutive(return_counts=True)
+    parts = (part.split(counts.tolist()) for part in (items.request, items.start[:, None]))
+    for size, request, start in zip(sizes.tolist(), *parts, strict=True):
+        row, step = torch.arange(size), max(1, GROUP_ROWS[dtype] // size)
+        is_hidden = row > (last_seen[request] - start)[:, :, None]  # [i, Q, r]
+        blocks = rows_of(request[:, None].numpy(), (start + row[::BLOCK_SIZE]).numpy())
+        first_rows = torch.from_numpy(blocks)
+        cache_rows = first_rows[:, :, None] + row[:BLOCK_SIZE]  # [i, r / 64, 64]
+        is_past = is_hidden[:, -1, -BLOCK_SIZE:]  # only a request's last block is not full
+        cache_rows[:, -1] = cache_rows[:, -1].where(~is_past, first_rows[:, :1])
+        mask = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill_(is_hidden, MASKED)
+        yield from map(
+            _Group,
+            cache_rows.flatten().split(step * size),
+            mask.split(step),
+            query_rows[request].flatten().split(step * query_rows.shape[1]),
+        )
 
 
 def _run_group(

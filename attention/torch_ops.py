@@ -1,25 +1,8 @@
-"""What both paths of the torch backend use: places in the cache, and a softmax with its sum."""
+"""What both paths of the torch backend use: a softmax with its sum, and what hides a key."""
 
 import torch
 
-from attention.base import BLOCK_SIZE, AttentionBatch
-
 MASKED = -1e30  # finite: keys that a query does not see at all get weight 0 when merged, not NaN
-
-
-class CacheRows:
-    """Maps (request, position) of a batch to rows of the flattened cache."""
-
-    def __init__(self, batch: AttentionBatch) -> None:
-        blocks = [block for table in batch.block_tables for block in table]
-        sizes = torch.tensor([len(table) for table in batch.block_tables], dtype=torch.int64)
-        self._blocks = torch.tensor(blocks, dtype=torch.int64)
-        self._first = sizes.cumsum(0) - sizes  # [B]
-
-    def __call__(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Both int64 and of shapes that broadcast."""
-        block = self._blocks[self._first[requests] + positions // BLOCK_SIZE]
-        return block * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
 def softmax_lse(

@@ -14,14 +14,16 @@ Not chosen: PyTorch's flash attention, at a third of this speed on CPUs without 
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 
 from attention.base import AttentionBackend, AttentionBatch, AttentionPlan, AttentionSpec
+from attention.block_tables import CacheRows
 from attention.products import product_dtype
-from attention.torch_ops import MASKED, CacheRows, softmax_lse
+from attention.torch_ops import MASKED, softmax_lse
 
 KEY_ROWS = 1024
 QUERY_ROWS = 128  # divides KEY_ROWS, so that a tile's own keys lie in one piece
@@ -40,36 +42,75 @@ class Tile(NamedTuple):
     is_last: bool
 
 
+class Prompt(NamedTuple):
+    """New tokens of a request. queries: their positions. first_row: among the prefill tokens."""
+
+    request: int
+    queries: range
+    first_row: int
+
+
 class Piece(NamedTuple):
     """Neighbouring keys of one request: cache positions ``start`` to ``stop``."""
 
-    request: int
+    prompt: Prompt
     start: int
     stop: int
-    tiles: tuple[Tile, ...]
 
     @property
     def num_keys(self) -> int:
         return self.stop - self.start
 
+    def tiles(self) -> Iterator[Tile]:
+        """Of the request's queries, those that see any of these keys."""
+        _, queries, first_row = self.prompt
+        first = max(queries.start, self.start)
+        while first < queries.stop:
+            last = min((first // QUERY_ROWS + 1) * QUERY_ROWS, queries.stop)
+            yield Tile(
+                queries=slice(first_row + first - queries.start, first_row + last - queries.start),
+                num_keys=min(self.stop, last) - self.start,
+                is_first=self.start == 0,
+                is_last=first < self.stop,
+            )
+            first = last
+
+    def cache_rows(self, rows_of: CacheRows) -> torch.Tensor:
+        """int64 ``[Y]``, on the CPU."""
+        return torch.from_numpy(rows_of(self.prompt.request, np.arange(self.start, self.stop)))
+
 
 @dataclass(frozen=True)
 class KeyGroup:
-    """Pieces of at most KEY_ROWS keys together, rebuilt by one product. cache_rows: int64."""
+    """Pieces that one product rebuilds, and what meets each of them. cache_rows: int64."""
 
     cache_rows: torch.Tensor
     pieces: list[Piece]
+    tiles: list[tuple[Tile, ...]]
 
 
 def plan_prefills(batch: AttentionBatch, device: torch.device) -> Iterator[KeyGroup]:
     """The requests after the first ``num_decodes``, in token order."""
     rows_of = CacheRows(batch)
-    for pieces in _grouped(_pieces(batch)):
-        rows = [
-            rows_of(torch.tensor(piece.request), torch.arange(piece.start, piece.stop))
-            for piece in pieces
-        ]
-        yield KeyGroup(torch.cat(rows).to(device), pieces)
+    for pieces in cut_keys(batch):
+        rows = torch.cat([piece.cache_rows(rows_of) for piece in pieces])
+        yield KeyGroup(rows.to(device), pieces, [tuple(piece.tiles()) for piece in pieces])
+
+
+def cut_keys(batch: AttentionBatch) -> Iterator[list[Piece]]:
+    """All keys of the prefills, in token order: at most KEY_ROWS for each product.
+
+    A piece of KEY_ROWS keys is a product of its own, in which the number of other keys that a step
+    rebuilds cannot show. Shorter pieces share one.
+    """
+    group: list[Piece] = []
+    for piece in _pieces(batch):
+        if group and sum(p.num_keys for p in group) + piece.num_keys > KEY_ROWS:
+            yield group
+            group = []
+        group.append(piece)
+    if group:
+        yield group
 
 
 def _pieces(batch: AttentionBatch) -> Iterator[Piece]:
@@ -77,36 +118,10 @@ def _pieces(batch: AttentionBatch) -> Iterator[Piece]:
     for request in range(batch.num_decodes, len(batch.query_lens)):
         context, num_queries = batch.context_lens[request], batch.query_lens[request]
         end = context + num_queries
+        prompt = Prompt(request, range(context, end), first_row)
         for start in range(0, end, KEY_ROWS):
-            stop = min(start + KEY_ROWS, end)
-            tiles = tuple(_tiles(start, stop, range(context, end), first_row))
-            yield Piece(request, start, stop, tiles)
+            yield Piece(prompt, start, min(start + KEY_ROWS, end))
         first_row += num_queries
-
-
-def _tiles(start: int, stop: int, queries: range, first_row: int) -> Iterator[Tile]:
-    """Of the queries at these positions, those that see any of the keys ``start`` to ``stop``."""
-    first = max(queries.start, start)
-    while first < queries.stop:
-        last = min((first // QUERY_ROWS + 1) * QUERY_ROWS, queries.stop)
-        yield Tile(
-            queries=slice(first_row + first - queries.start, first_row + last - queries.start),
-            num_keys=min(stop, last) - start,
-            is_first=start == 0,
-            is_last=first < stop,
-        )
-        first = last
-
-
-def _grouped(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    group: list[Piece] = []
-    for piece in pieces:
-        if group and sum(p.num_keys for p in group) + piece.num_keys > KEY_ROWS:
-            yield group
-            group = []
-        group.append(piece)
-    if group:
-        yield group
 
 
 def run_prefill(
@@ -126,13 +141,13 @@ def run_prefill(
         compressed, rotated = latents.split([spec.kv_lora_rank, spec.qk_rope_head_dim], dim=-1)
         rebuilt = F.linear(compressed, w_kv_b.flatten(0, 1)).unflatten(-1, (spec.num_heads, -1))
         sizes = [piece.num_keys for piece in group.pieces]
-        for piece, kv, shared in zip(
-            group.pieces, rebuilt.split(sizes), rotated.split(sizes), strict=True
+        for met_by, kv, shared in zip(
+            group.tiles, rebuilt.split(sizes), rotated.split(sizes), strict=True
         ):
             k, v = kv.transpose(0, 1).split([spec.qk_nope_head_dim, spec.v_head_dim], dim=-1)
             keys = torch.cat([k, shared.expand(spec.num_heads, -1, -1)], dim=-1)
             values = v.contiguous()
-            for tile in piece.tiles:
+            for tile in met_by:
                 tiles.add(tile, keys[:, : tile.num_keys], values[:, : tile.num_keys])
     return tiles.out
 
@@ -186,9 +201,9 @@ class _Tiles:
 
 @dataclass(frozen=True)
 class PrefillPlan(AttentionPlan):
-    """The part of a plan that ``TorchPrefill`` runs."""
+    """prefills: what ``TorchPrefill`` runs, KeyGroups, or one of its children, of its own type."""
 
-    prefills: tuple[KeyGroup, ...]
+    prefills: tuple[Any, ...]
 
 
 class TorchPrefill(AttentionBackend):

@@ -1,4 +1,4 @@
-"""The attention core on Triton: absorbed decode by a kernel, prefill by the torch backend."""
+"""The attention core on Triton kernels, of decode and, on GPUs, of prefill."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,8 @@ import torch
 
 from attention.base import AttentionBatch, AttentionSpec, StaticPlan
 from attention.decode_items import DecodeItems, StaticItems, plan_items
-from attention.torch_prefill import PrefillPlan, TorchPrefill, plan_prefills
+from attention.gpu_prefill import GpuPrefill
+from attention.torch_prefill import PrefillPlan
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,7 @@ class TritonPlan(PrefillPlan):
     decode: DecodeItems | None
 
 
-class TritonAttention(TorchPrefill):
+class TritonAttention(GpuPrefill):
     """Any latent sizes; several query tokens per decode. See ``attention.triton_kernels``."""
 
     @classmethod
@@ -34,7 +35,7 @@ class TritonAttention(TorchPrefill):
             num_tokens=batch.num_tokens,
             num_decode_tokens=batch.num_decode_tokens,
             decode=plan_items(batch, self.device) if batch.num_decodes else None,
-            prefills=tuple(plan_prefills(batch, self.device)),
+            prefills=self.plan_prefills(batch),
         )
 
     @classmethod

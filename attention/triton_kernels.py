@@ -91,7 +91,7 @@ def _decode_configs() -> list[triton.Config]:
 
 
 @triton.jit
-def _dot(a, b, acc):
+def dot(a, b, acc):
     # The interpreter would multiply BF16 bit patterns. "ieee": float32 stays float32 on a GPU.
     if INTERPRETED:
         acc = tl.dot(a.to(tl.float32), b.to(tl.float32), acc)
@@ -174,14 +174,14 @@ def _decode(
             key_at + RANK + rope[None, :], mask=is_key[:, None] & is_rope[None, :], other=0.0
         )
         scores = tl.zeros((BLOCK_ROWS, BLOCK_KEYS), dtype=tl.float32)
-        scores = _dot(q_rope, tl.trans(rotated), _dot(q_latent, tl.trans(latent), scores)) * scale
+        scores = dot(q_rope, tl.trans(rotated), dot(q_latent, tl.trans(latent), scores)) * scale
         is_seen = is_key[None, :] & (first + place[None, :] <= last_seen[:, None])
         scores = tl.where(is_seen, scores, MASKED)
         new_top = tl.maximum(top, tl.max(scores, axis=1))
         decay = tl.exp2(top - new_top)
         probs = tl.exp2(scores - new_top[:, None])
         total = total * decay + tl.sum(probs, axis=1)
-        acc = _dot(narrow(probs, cache.dtype.element_ty), latent, acc * decay[:, None])
+        acc = dot(narrow(probs, cache.dtype.element_ty), latent, acc * decay[:, None])
         top = new_top
     # 3. The request's result, or this item's part of it.
     result = acc / total[:, None]

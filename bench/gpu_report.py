@@ -1,4 +1,4 @@
-"""Every GPU kernel against this GPU's measured ceilings and against DeepGEMM and FlashMLA.
+"""Every GPU kernel against this GPU's measured ceilings and against DeepGEMM, FlashMLA or torch.
 
 ``python -m bench.gpu_report`` on one GPU. First the ceilings: the speed of copying memory and the
 rates of dense products. Then, for each kernel and shape, a comparison with float64 and the time of
@@ -33,6 +33,7 @@ SLOTS = (8, 16, 32)
 DECODE_ROWS = (8, 16, 32, 64, 128, 256)  # per slot
 PREFILL_ROWS = (256, 1024)
 TOKENS = (128, 4096)  # of a decode step, of a prefill
+PREFILL_TOKENS, PREFILL_CONTEXTS = 2048, (0, 6144, 30720)
 BATCHES, CONTEXTS, HEADS = (1, 8, 32, 128), (1024, 4096, 16384), (16, 128)
 
 TABLE_WIDTH = 150  # columns; what the table needs when the output is not a terminal
@@ -70,7 +71,7 @@ class Row:
 
 def makers(device: torch.device) -> dict[str, Callable[[], Iterator[KernelCase]]]:
     """Groups of cases by name; one case at a time is in memory."""
-    from bench.gpu import decode, experts, routing
+    from bench.gpu import decode, experts, prefill, routing
 
     products = ((2 * V3.intermediate, V3.hidden), (V3.hidden, V3.intermediate))  # gate+up, down
 
@@ -93,6 +94,10 @@ def makers(device: torch.device) -> dict[str, Callable[[], Iterator[KernelCase]]
         for heads, context, batch in itertools.product(HEADS, CONTEXTS, BATCHES):
             yield decode.mla_decode_case([context] * batch, heads, V3, device)
 
+    def mla_prefill() -> Iterator[KernelCase]:
+        for heads, context in itertools.product(HEADS, PREFILL_CONTEXTS):
+            yield prefill.mla_prefill_case([(context, PREFILL_TOKENS)], heads, V3, device)
+
     def route() -> Iterator[KernelCase]:
         for num in TOKENS:
             yield routing.route_case(num, V3, device)
@@ -105,7 +110,7 @@ def makers(device: torch.device) -> dict[str, Callable[[], Iterator[KernelCase]]
     def latent() -> Iterator[KernelCase]:
         yield from (decode.write_latent_case(num, V3, device) for num in TOKENS)
 
-    groups = (quantize, swiglu, masked, contiguous, mla, route, permute, latent)
+    groups = (quantize, swiglu, masked, contiguous, mla, mla_prefill, route, permute, latent)
     return {group.__name__: group for group in groups}
 
 
@@ -134,7 +139,7 @@ def _ratio(baseline: Samples | None, samples: Samples | None) -> float | None:
 def table_of(rows: Sequence[Row], ceilings: Ceilings) -> Table:
     table = Table()
     left = ("kernel", "shape", "backend")
-    for heading in (*left, "us", "middle half", "GB/s", "TFLOPS", "share", "limit", "x library"):
+    for heading in (*left, "us", "middle half", "GB/s", "TFLOPS", "share", "limit", "x baseline"):
         table.add_column(heading, justify="left" if heading in left else "right", overflow="fold")
     for row in rows:
         shape = " ".join(f"{name}={size}" for name, size in row.shape.items())

@@ -12,6 +12,7 @@ import argparse
 import json
 import random
 import time
+from array import array
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -95,7 +96,7 @@ class Problem:
             num_decodes=len(lengths),
             query_lens=[1] * len(lengths),
             context_lens=[length - 1 for length in lengths],
-            block_tables=[[blocks.pop() for _ in range(count)] for count in counts],
+            block_tables=[array("i", [blocks.pop() for _ in range(count)]) for count in counts],
             num_padded_tokens=len(lengths),
         )
         q = torch.randn(len(lengths), SPEC.num_heads, SPEC.latent_dim).to(SPEC.dtype)

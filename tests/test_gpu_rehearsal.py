@@ -9,6 +9,7 @@ import torch
 from bench.gpu.case import Sizes
 from bench.gpu.decode import mla_decode_case
 from bench.gpu.experts import grouped_gemm_case
+from bench.gpu.prefill import mla_prefill_case
 from moe_ep.dispatch import Dispatcher, Mode
 from moe_ep.fp8 import FP8, dequantize_rows, quantize_rows
 from tests.compare import assert_bits_equal
@@ -176,6 +177,13 @@ def test_the_checks_of_experts_pass_without_a_gpu(backend: str):
             check_linear(torch.device(CPU), 5, 136, 256)
             case = grouped_gemm_case([3, 0, 17], 128, 256, torch.device(CPU), is_masked=True)
             check_case(case, "deep_gemm", torch.device(CPU))
+
+
+@NO_GPU
+@pytest.mark.parametrize("way", ["triton", "torch"])
+def test_the_checks_of_prefills_pass_without_a_gpu(way: str):
+    case = mla_prefill_case([(100, 30), (0, 5)], 2, SMALL, torch.device(CPU))
+    check_case(case, way, torch.device(CPU))
 
 
 @NO_GPU

@@ -29,7 +29,12 @@ LAYERS = [
 ]
 # Triton compiles module-level functions only, so these modules import it when they are imported;
 # which happens inside the functions that launch their kernels, and nowhere else.
-KERNEL_MODULES = ("attention.triton_kernels", "attention.triton_latent", "moe_ep.kernels.")
+KERNEL_MODULES = (
+    "attention.triton_kernels",
+    "attention.triton_latent",
+    "attention.triton_prefill",
+    "moe_ep.kernels.",
+)
 # `from moe_ep import LLM` is what users type, so the package's door opens upwards, lazily.
 EXEMPT = {"moe_ep"}
 

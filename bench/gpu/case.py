@@ -18,14 +18,17 @@ class Sizes:
     num_groups: int = 8
     num_kept_groups: int = 4
     rank: int = 512
+    nope: int = 128
     rope: int = 64
+    value: int = 128
     softmax_scale: float = 192**-0.5
 
 
 @dataclass(frozen=True)
 class KernelCase:
-    """calls: who computes it, by name; each returns its result. baseline: the library among them,
-    to which others are compared. check: raises AssertionError for a wrong result."""
+    """calls: who computes it, by name; each returns its result. baseline: the one among them to
+    which others are compared, a library where there is one. check: raises AssertionError for a
+    wrong result."""
 
     kernel: str
     shape: dict[str, int]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from attention import AttentionSpec
 from moe_ep.fp8 import num_blocks
 
 FP8_BYTES, BF16_BYTES, WORD_BYTES, INDEX_BYTES = 1, 2, 4, 8
@@ -75,6 +76,19 @@ def mla_decode_cost(lengths: Sequence[int], num_heads: int, rank: int, rope: int
     queries_and_out = len(lengths) * num_heads * (2 * rank + rope)
     num_flops = 2 * num_heads * sum(lengths) * (2 * rank + rope)
     return Cost((latents + queries_and_out) * BF16_BYTES, num_flops, "bfloat16")
+
+
+def mla_prefill_cost(lens: Sequence[tuple[int, int]], spec: AttentionSpec) -> Cost:
+    """lens: cached and new tokens of each request. Every cached latent is rebuilt once; a query
+    meets the keys up to its own."""
+    num_keys = sum(context + query for context, query in lens)
+    num_queries = sum(query for _, query in lens)
+    num_pairs = sum(query * context + query * (query + 1) // 2 for context, query in lens)
+    rebuilt = spec.num_heads * (spec.qk_nope_head_dim + spec.v_head_dim)
+    width = rebuilt + spec.num_heads * spec.qk_rope_head_dim  # of a query, its result and a pair
+    values = num_keys * spec.latent_dim + rebuilt * spec.kv_lora_rank + num_queries * width
+    num_flops = 2 * (num_keys * rebuilt * spec.kv_lora_rank + num_pairs * width)
+    return Cost(values * BF16_BYTES, num_flops, "bfloat16")
 
 
 def route_cost(num_tokens: int, num_experts: int, num_topk: int) -> Cost:

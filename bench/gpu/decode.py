@@ -1,5 +1,6 @@
 """Absorbed MLA decode, for Triton and where installed FlashMLA, and the write of new latents."""
 
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -28,8 +29,8 @@ def mla_decode_case(
     """One new token per request; lengths: cached tokens, the new one included. The schedule of
     FlashMLA, made once per step, is made by the call that the parity check looks at."""
     scale = sizes.softmax_scale
-    spec = AttentionSpec(num_heads, sizes.rank, 128, sizes.rope, 128, scale, BF16)
-    cache, tables = _draw_cache(lengths, spec, device)
+    spec = AttentionSpec(num_heads, sizes.rank, sizes.nope, sizes.rope, sizes.value, scale, BF16)
+    cache, tables = draw_cache(lengths, spec, device)
     q = torch.randn(len(lengths), num_heads, spec.latent_dim, device=device).clamp_(-1, 1).to(BF16)
     batch = AttentionBatch(
         num_decodes=len(lengths),
@@ -95,14 +96,14 @@ def write_latent_case(num_tokens: int, sizes: Sizes, device: torch.device) -> Ke
     return KernelCase("write_latent", {"tokens": num_tokens}, cost, {"triton": call}, check)
 
 
-def _draw_cache(
+def draw_cache(
     lengths: Sequence[int], spec: AttentionSpec, device: torch.device
-) -> tuple[torch.Tensor, list[list[int]]]:
+) -> "tuple[torch.Tensor, list[array[int]]]":
     """One layer's cache with values as FlashMLA's own tests draw them, and shuffled block tables;
     what lies past a request's end is NaN."""
     counts = [-(-length // BLOCK_SIZE) for length in lengths]
     order = torch.randperm(sum(counts)).tolist()
-    tables = [[order.pop() for _ in range(count)] for count in counts]
+    tables = [array("i", [order.pop() for _ in range(count)]) for count in counts]
     cache = LatentCache(
         num_layers=1,
         num_blocks=sum(counts),

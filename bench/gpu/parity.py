@@ -16,6 +16,8 @@ from moe_ep.gate import Gate
 FP8_DIFF, BF16_DIFF = 1e-3, 1e-5  # DeepGEMM: products of FP8, of BF16
 # FlashMLA's dense decode: an element may miss either, the whole by the last.
 DECODE_ABS, DECODE_REL, DECODE_DIFF = 8e-4, 2.01 / 128, 5e-6
+# Of a query and head: the way of torch rounds scores to BF16, which moves a weight by 2^-8 or so.
+PREFILL_DIFF = 1e-4
 # Choices that float32 and float64 may decide differently.
 CLOSE_CHOICE = 1e-5
 NORM_EPS = 1e-6
@@ -61,6 +63,22 @@ def decoded(q: torch.Tensor, latents: torch.Tensor, spec: AttentionSpec) -> torc
     wide = latents.double()
     scores = q.double() @ wide.T * spec.softmax_scale
     return scores.softmax(-1) @ wide[:, : spec.kv_lora_rank]
+
+
+def prefilled(
+    q: torch.Tensor, latents: torch.Tensor, w_kv_b: torch.Tensor, spec: AttentionSpec
+) -> torch.Tensor:
+    """One request, head by head: q ``[P, N, nope + rope]``, its latents ``[t, latent_dim]``, of
+    which the last P are the queries' own -> float64 ``[P, N, v]``."""
+    compressed, rotated = latents.double().split([spec.kv_lora_rank, spec.qk_rope_head_dim], -1)
+    first = len(latents) - len(q)
+    is_later = torch.ones(len(q), len(latents), dtype=torch.bool, device=q.device).triu_(first + 1)
+    outs = []
+    for head, weight in enumerate(w_kv_b.double()):
+        keys, values = (compressed @ weight.T).split([spec.qk_nope_head_dim, spec.v_head_dim], -1)
+        scores = q[:, head].double() @ torch.cat([keys, rotated], -1).T * spec.softmax_scale
+        outs.append(scores.masked_fill_(is_later, -torch.inf).softmax(-1) @ values)
+    return torch.stack(outs, dim=1)
 
 
 def assert_decoded(got: torch.Tensor, want: torch.Tensor) -> None:

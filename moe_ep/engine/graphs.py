@@ -17,6 +17,7 @@ Shape letters: T tokens of a micro-batch, padding included.
 
 import dataclasses
 import logging
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -163,9 +164,10 @@ class FixedInput:
     def fill(self, batch: MicroBatch) -> None:
         """Take over a micro-batch of decodes, at most T of them."""
         num_rows = self._rows.shape[1]
-        self._rows.copy_(token_rows(batch, num_rows))
+        attention = attention_batch(batch, num_rows)
+        self._rows.copy_(token_rows(batch, attention))
         self._num_tokens.fill_(batch.num_tokens)
-        self._plan.update(attention_batch(batch, num_rows))
+        self._plan.update(attention)
 
     def fill_for_trial(self, vocab_size: int) -> None:
         """T different tokens, each of which attends to all of cache block 0 and is stored nowhere:
@@ -178,7 +180,7 @@ class FixedInput:
                 num_decodes=num_rows,
                 query_lens=[1] * num_rows,
                 context_lens=[BLOCK_SIZE - 1] * num_rows,
-                block_tables=[[0]] * num_rows,
+                block_tables=[array("i", [0])] * num_rows,
                 num_padded_tokens=num_rows,
             )
         )

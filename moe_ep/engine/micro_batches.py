@@ -71,27 +71,39 @@ def split(
     batch's, which then consists of decodes.
     """
     num_rows = batch.num_tokens
-    most = num_rows if max_rows is None else max_rows
+    row = _best_row(batch, cost, num_rows if max_rows is None else max_rows)
+    return _part(batch, 0, row), _part(batch, row, num_rows)
+
+
+def largest_part(batch: MicroBatch, cost: TokenCost) -> int:
+    """Tokens of the larger one of the two that ``split`` makes without a limit."""
+    num_rows = batch.num_tokens
+    row = _best_row(batch, cost, num_rows)
+    return max(row, num_rows - row)
+
+
+def _best_row(batch: MicroBatch, cost: TokenCost, most: int) -> int:
+    """The row before which to cut, so that neither part has more than ``most`` rows."""
     cuts = list(_cuts(batch, cost))
-    total, thin = cuts[-1].cost, _thin_rows(batch)
+    (num_rows, total), thin = cuts[-1], _thin_rows(batch)
     best = min(
         (cut for cut in cuts if num_rows - most <= cut.row <= most),
         key=lambda cut: (cut.row in thin, abs(2 * cut.cost - total)),
     )
-    return _part(batch, 0, best.row), _part(batch, best.row, num_rows)
+    return best.row
 
 
 def _cuts(batch: MicroBatch, cost: TokenCost) -> Iterator[_Cut]:
     """Every place where the batch may be cut, from before its first token to after its last."""
-    row, spent = 0, 0.0
-    yield _Cut(row, spent)
+    cut = _Cut(0, 0.0)
+    yield cut
     for index, piece in enumerate(batch.pieces):
         is_decode = index < batch.num_decodes
         step = piece.length if piece.start % CUT_ROWS else CUT_ROWS
+        row, spent = cut
         for length in (*range(step, piece.length, step), piece.length):
-            yield _Cut(row + length, spent + cost(piece.start, length, is_decode=is_decode))
-        row += piece.length
-        spent += cost(piece.start, piece.length, is_decode=is_decode)
+            cut = _Cut(row + length, spent + cost(piece.start, length, is_decode=is_decode))
+            yield cut
 
 
 def _thin_rows(batch: MicroBatch) -> set[int]:

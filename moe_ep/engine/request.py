@@ -1,5 +1,6 @@
 """Value types of a request: what a user asks for, what the engine keeps, what it streams back."""
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -109,7 +110,7 @@ class Request:
     max_len: int  # prompt plus the most output tokens it may produce
     token_ids: list[int]
     num_computed_tokens: int = 0  # tokens whose latents are in the cache
-    block_table: list[int] = field(default_factory=list)
+    block_table: "array[int]" = field(default_factory=lambda: array("i"))
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_preemptions: int = 0
 

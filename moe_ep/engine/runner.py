@@ -17,7 +17,7 @@ from moe_ep import overlap
 from moe_ep.dispatch.base import Dispatcher
 from moe_ep.engine.batch import PrefillChunk, ScheduledBatch
 from moe_ep.engine.graphs import StepGraphs
-from moe_ep.engine.micro_batches import TokenCost, split
+from moe_ep.engine.micro_batches import TokenCost, largest_part, split
 from moe_ep.engine.request import SampledToken, TokenLogprobs
 from moe_ep.engine.sampler import Sampler, token_logprobs
 from moe_ep.engine.step_input import MicroBatch, last_rows, make_step_input, whole_batch
@@ -58,16 +58,16 @@ class Runner:
         """
         progress = self.decoder.progress
         progress.enter(Stage.INPUTS)
-        parts = self._micro_batches(batch, shape)
+        whole = whole_batch(batch)
+        parts = split(whole, self.token_cost, shape.micro_batch_rows) if shape.overlap else (whole,)
         # The last layer is worth its while for tokens that are sampled from, or looked at.
         only_last = bool(batch.prefills) and not _wants_prompt_logprobs(batch)
         outs = self._forward(parts, shape, only_last=only_last)
         rows = [out[: part.num_tokens] for out, part in zip(outs, parts, strict=True)]
         hidden = rows[0] if len(rows) == 1 else torch.cat(rows)  # in token order
         progress.enter(Stage.HEAD)
-        sampled = self._sample(
-            hidden if only_last else hidden[last_rows(whole_batch(batch))], batch
-        )
+        has_only_last = only_last or not batch.prefills  # a decode's one token is its last
+        sampled = self._sample(hidden if has_only_last else hidden[last_rows(whole)], batch)
         if not only_last:
             for request_id, entries in self._prompt_logprobs(hidden, batch).items():
                 token = sampled.get(request_id, SampledToken(None))
@@ -83,11 +83,7 @@ class Runner:
 
     def largest_part(self, batch: ScheduledBatch) -> int:
         """Tokens of the larger one of two micro-batches; padding could only make it smaller."""
-        return max(part.num_tokens for part in split(whole_batch(batch), self.token_cost))
-
-    def _micro_batches(self, batch: ScheduledBatch, shape: StepShape) -> tuple[MicroBatch, ...]:
-        whole = whole_batch(batch)
-        return split(whole, self.token_cost, shape.micro_batch_rows) if shape.overlap else (whole,)
+        return largest_part(whole_batch(batch), self.token_cost)
 
     def _forward(
         self, parts: Sequence[MicroBatch], shape: StepShape, *, only_last: bool

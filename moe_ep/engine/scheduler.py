@@ -188,10 +188,11 @@ class Scheduler:
         that is needed, and otherwise its work is not lost.
         """
         num_blocks = blocks_needed(request.num_computed_tokens + num_tokens, self.limits.block_size)
-        num_short = max(0, num_blocks - len(request.block_table))
+        num_short = num_blocks - len(request.block_table)
         while num_short > self.pool.num_free and self._running[-1] is not request:
             self._preempt(self._running.pop())
-        request.block_table += self.pool.allocate(min(num_short, self.pool.num_free))
+        if num_short > 0:
+            request.block_table.extend(self.pool.allocate(min(num_short, self.pool.num_free)))
         num_slots = len(request.block_table) * self.limits.block_size
         return min(num_tokens, num_slots - request.num_computed_tokens)
 
@@ -271,4 +272,4 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         self.pool.free(request.block_table)
-        request.block_table.clear()
+        del request.block_table[:]

@@ -5,12 +5,14 @@ Shape letters: T tokens of the micro-batch (padding included).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from attention.base import BLOCK_SIZE, AttentionBackend, AttentionBatch
+from attention.base import AttentionBackend, AttentionBatch
+from attention.block_tables import CacheRows
 from moe_ep.dispatch.base import Mode
 from moe_ep.engine.batch import ScheduledBatch
 from moe_ep.engine.request import Request
@@ -65,19 +67,19 @@ def attention_batch(batch: MicroBatch, num_padded_tokens: int) -> AttentionBatch
     )
 
 
-def token_rows(batch: MicroBatch, num_padded_tokens: int) -> torch.Tensor:
-    """int64 ``[3, T]`` on the CPU: token ids, positions and cache slots (-1 for padding)."""
-    token_ids: list[int] = []
-    positions: list[int] = []
-    slots: list[int] = []
-    for request, start, length in batch.pieces:
-        span, table = range(start, start + length), request.block_table
-        token_ids += request.token_ids[start : start + length]
-        positions += span
-        slots += [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for p in span]
-    padding = num_padded_tokens - len(token_ids)
-    rows = (token_ids + [0] * padding, positions + [0] * padding, slots + [-1] * padding)
-    return torch.tensor(rows, dtype=torch.int64)
+def token_rows(batch: MicroBatch, attention: AttentionBatch) -> torch.Tensor:
+    """int64 ``[3, T]`` on the CPU: token ids, positions and cache slots (-1 for padding).
+    attention: of the same batch."""
+    tokens = (request.token_ids[start : start + length] for request, start, length in batch.pieces)
+    lens = np.array(attention.query_lens, dtype=np.int64)
+    starts = np.array(attention.context_lens, dtype=np.int64)
+    request = np.arange(len(lens)).repeat(lens)
+    positions = np.arange(len(request)) + (starts + lens - lens.cumsum())[request]
+    slots = CacheRows(attention)(request, positions)
+    rows = np.zeros((3, attention.num_padded_tokens), dtype=np.int64)
+    rows[2] = -1
+    rows[:, : len(request)] = list(chain.from_iterable(tokens)), positions, slots
+    return torch.from_numpy(rows)
 
 
 def make_step_input(
@@ -95,13 +97,14 @@ def make_step_input(
     """
     num_tokens = batch.num_tokens
     num_rows = num_tokens if num_padded_tokens is None else num_padded_tokens
-    token_ids, positions, slots = token_rows(batch, num_rows).to(device)
+    attended = attention_batch(batch, num_rows)
+    token_ids, positions, slots = token_rows(batch, attended).to(device)
     step = StepInput(
         token_ids=token_ids,
         positions=positions,
         slot_mapping=slots,
         num_tokens=torch.tensor([num_tokens], dtype=torch.int32).to(device),
-        attention_plan=attention.plan(attention_batch(batch, num_rows)),
+        attention_plan=attention.plan(attended),
         mode=mode,
         micro_batch=index,
     )

@@ -1,5 +1,6 @@
 """Random MLA problems over a poisoned cache, and their answer from a naive float64 attention."""
 
+from array import array
 from dataclasses import dataclass, replace
 
 import torch
@@ -107,7 +108,7 @@ def first_decodes(case: Case, num_requests: int) -> Case:
 
 def scatter(
     latents: list[torch.Tensor], spec: AttentionSpec, generator: torch.Generator
-) -> tuple[list[list[int]], torch.Tensor]:
+) -> "tuple[list[array[int]], torch.Tensor]":
     """Block tables with one spare entry each, and the cache: NaN where no latent lies."""
     num_blocks = [-(-len(latent) // BLOCK_SIZE) + 1 for latent in latents]
     order = torch.randperm(sum(num_blocks) + 3, generator=generator).tolist()
@@ -117,7 +118,7 @@ def scatter(
     cache.tensor.fill_(torch.nan)
     tables = []
     for latent, count in zip(latents, num_blocks, strict=True):
-        tables.append([order.pop() for _ in range(count)])
+        tables.append(array("i", [order.pop() for _ in range(count)]))
         for start in range(0, len(latent), BLOCK_SIZE):
             piece = latent[start : start + BLOCK_SIZE]
             cache.tensor[0, tables[-1][start // BLOCK_SIZE], : len(piece), 0] = piece

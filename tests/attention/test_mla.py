@@ -1,5 +1,6 @@
 """A whole MLA layer against transformers' DeepseekV3Attention, fed in pieces of every kind."""
 
+from array import array
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,7 +74,7 @@ class Layer:
         self.cache = LatentCache(num_layers=2, num_blocks=NUM_BLOCKS, latent_dim=40, dtype=dtype)
         self.cache.tensor.fill_(torch.nan)
         self.free_blocks = torch.randperm(NUM_BLOCKS).tolist()
-        self.tables: dict[int, list[int]] = {}
+        self.tables: dict[int, array[int]] = {}
         self.lens: dict[int, int] = {}
         self.parts: list[Part] = []  # of attention, as they began
 
@@ -92,7 +93,7 @@ class Layer:
         slots: list[int] = []
         for request, count in step.parts:
             start = self.lens.get(request, 0)
-            table = self.tables.setdefault(request, [])
+            table = self.tables.setdefault(request, array("i"))
             while len(table) * 64 < start + count:
                 table.append(self.free_blocks.pop())
             rows.append(sequences[request][start : start + count])

@@ -3,6 +3,8 @@
 The cache is poisoned wherever no request wrote, and so is what a request before left in the plan.
 """
 
+from array import array
+
 import pytest
 import torch
 
@@ -76,7 +78,7 @@ def test_items_have_room_for_the_worst_step() -> None:
             num_decodes=4,
             query_lens=[1] * 4,
             context_lens=contexts,
-            block_tables=[[7] * (-(-(c + 1) // 64)) for c in contexts],
+            block_tables=[array("i", [7]) * (-(-(c + 1) // 64)) for c in contexts],
             num_padded_tokens=4,
         )
         static.update(batch)

@@ -1,13 +1,14 @@
 """Triton attention, under the interpreter where there is no GPU, against a naive float64 one."""
 
+from array import array
 from dataclasses import replace
 
 import pytest
 import torch
 
-from attention import AttentionBackend, attention_problem, create_attention
+from attention import AttentionBackend, AttentionBatch, attention_problem, create_attention
 from attention import decode_items as items_module
-from attention.decode_items import cut, plan_items
+from attention.decode_items import plan_items
 from attention.triton_attention import TritonAttention
 from tests.attention.cases import (
     Case,
@@ -137,14 +138,21 @@ def test_padding_items_do_nothing() -> None:
     assert_bits_equal(run(q, case.cache.to(DEVICE), replace(items, **grown), case.spec), want)
 
 
-@pytest.mark.parametrize("length", [1, 64, 512, 513, 5000, 16384, 16385, 200_000])
-def test_items_cover_a_request_and_are_few(length: int) -> None:
-    items = cut(length)
-    starts, stops = [start for start, _ in items], [stop for _, stop in items]
-    assert starts == [0, *stops[:-1]]
-    assert stops[-1] == length
-    assert all(start % 64 == 0 for start in starts)
-    assert len(items) <= min(32, -(-length // 512))
+def test_items_cover_each_request_and_are_few() -> None:
+    lengths = [1, 64, 512, 513, 5000, 16384, 16385, 200_000]
+    tables = [array("i", [7]) * -(-length // 64) for length in lengths]
+    batch = AttentionBatch(8, [1] * 8, [length - 1 for length in lengths], tables, 8)
+    items = plan_items(batch, torch.device("cpu"))
+    ends = items.first_item[1:].tolist()
+    for request, length in enumerate(lengths):
+        mine = slice(items.first_item[request], ends[request])
+        starts, stops = items.item_start[mine].tolist(), items.item_stop[mine].tolist()
+        assert items.item_request[mine].tolist() == [request] * len(starts)
+        assert starts == [0, *stops[:-1]]
+        assert stops[-1] == length
+        assert all(start % 64 == 0 for start in starts)
+        assert len(starts) <= min(32, -(-length // 512))
+    assert ends[-1] == len(items.item_request)
 
 
 def test_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from attention import AttentionSpec, attention_problem, create_attention
-from bench.gpu import decode, experts, routing
+from bench.gpu import decode, experts, prefill, routing
 from bench.gpu.case import KernelCase, Sizes
 from bench.gpu.parity import FP8_DIFF, assert_rows_agree, restored, restored_weight
 from moe_ep import deep_gemm_library
@@ -32,6 +32,7 @@ pytestmark = pytest.mark.timeout(600, method="thread")
 BF16 = torch.bfloat16
 V3 = Sizes()
 RAGGED = [5, 0, 256, 1, 130, 64, 17, 129]  # rows of each slot
+PREFILLS = [(6000, 500), (0, 5), (63, 130), (4096, 1)]  # cached and new tokens of each request
 LENGTHS = [1, 63, 64, 65, 512, 513, 4095, 16384]
 POISON_BYTES = 256 << 20
 DECODE_RTOL = 4e-2  # of a row; folding, scores' weights and result are BF16, as in other backends
@@ -165,6 +166,14 @@ def test_dense_product_of_deep_gemm(one_gpu: torch.device, num_tokens: int) -> N
 def test_mla_decode(one_gpu: torch.device, backend: str, num_heads: int) -> None:
     require_attention(backend, ragged_query_spec(num_heads))
     check_case(decode.mla_decode_case(LENGTHS, num_heads, V3, one_gpu), backend, one_gpu)
+
+
+@pytest.mark.parametrize("num_heads", [1, 16, 128])
+@pytest.mark.parametrize("way", ["triton", "torch"])
+def test_mla_prefill(one_gpu: torch.device, way: str, num_heads: int) -> None:
+    """Over three launches, beside the way of tile by tile."""
+    require_attention("triton", ragged_query_spec(num_heads))
+    check_case(prefill.mla_prefill_case(PREFILLS, num_heads, V3, one_gpu), way, one_gpu)
 
 
 @pytest.mark.parametrize("backend", ["triton", "flash_mla"])

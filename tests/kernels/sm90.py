@@ -9,6 +9,7 @@ import json
 import re
 import subprocess
 import tempfile
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,10 @@ from triton.runtime.jit import JITFunction
 
 from attention import AttentionBatch, AttentionSpec
 from attention.decode_items import plan_items
+from attention.gpu_prefill import plan_launches
 from attention.triton_kernels import decode
 from attention.triton_latent import write_latent
+from attention.triton_prefill import run_prefill
 from moe_ep.dispatch import ContiguousLayout, MaskedLayout
 from moe_ep.fp8 import FP8, ScaleFormat
 from moe_ep.gate import Gate
@@ -150,7 +153,7 @@ def routing() -> None:
 
 def attention() -> None:
     spec = AttentionSpec(128, 512, 128, 64, 128, 0.1, BF16)
-    batch = AttentionBatch(2, [1, 1], [600, 3], [list(range(10)), [10]], 2)
+    batch = AttentionBatch(2, [1, 1], [600, 3], [array("i", range(10)), array("i", [10])], 2)
     cache = empty(11, 64, 1, 576)
     decode(empty(2, 128, 576), cache, plan_items(batch, torch.device("cpu")), spec)
     angles = empty(4, 32, dtype=torch.float32)
@@ -167,9 +170,24 @@ def attention() -> None:
     )
 
 
+def prefills() -> None:
+    """DeepSeek-V3's sizes, and GLM-4.7-Flash's, which fill the shared memory."""
+    for nope, value in ((128, 128), (192, 256)):
+        spec = AttentionSpec(4, 512, nope, 64, value, 0.1, BF16)
+        batch = AttentionBatch(0, [8], [0], [array("i", [0])], 8)
+        run_prefill(
+            q=empty(8, 4, nope + 64),
+            cache=empty(1, 64, 1, 576),
+            w_kv_b=empty(4, nope + value, 512),
+            launches=plan_launches(batch, torch.device("cpu")),
+            spec=spec,
+        )
+
+
 if __name__ == "__main__":
     compile_instead_of_launching()
     grouped_gemms()
     rows()
     routing()
     attention()
+    prefills()

@@ -20,6 +20,7 @@ KERNELS = {
     "_map_to_slots",
     "_merge",
     "_permute",
+    "_prefill",
     "_quantize",
     "_rank_tokens",
     "_route",
@@ -61,7 +62,8 @@ def test_every_kernel_compiles_and_fits(compiled):
 
 
 def test_products_of_64_rows_use_the_tensor_cores_of_hopper(compiled):
-    for facts in [*of(compiled, "_grouped_gemm"), *of(compiled, "_decode")]:
+    kernels = ("_grouped_gemm", "_decode", "_prefill")
+    for facts in [facts for kernel in kernels for facts in of(compiled, kernel)]:
         rows = facts["config"].get("BLOCK_M") or facts["config"]["BLOCK_ROWS"]
         assert facts["has_wgmma"] == (rows >= 64), facts
         assert facts["has_async_copy"], facts
