@@ -13,6 +13,8 @@ from typing import NamedTuple
 
 import torch
 
+from eplb.balance import as_loads
+from eplb.cost import CostModel, traffic
 from eplb.loads import balancedness, rank_loads, work_of_slowest
 from eplb.placement import Placement, Rebalance
 from eplb.rebalance import greedy_experts, rebalance
@@ -40,7 +42,9 @@ class PolicyReplay:
 
     num_slots: of a layer, in all. tokens: float64 ``[W, L, R]``, (token, expert) pairs that each
     rank would have computed. moves: int64 ``[W]``, experts that ranks had to fetch before each
-    window, all layers together. moves_between_nodes: experts that nodes had to fetch.
+    window, all layers together. moves_between_nodes: experts that nodes had to fetch. crossings:
+    float64 ``[W, L]``, copies of tokens that a rank would have got from other nodes, as
+    ``eplb.cost`` estimates it.
     """
 
     name: str
@@ -48,6 +52,7 @@ class PolicyReplay:
     tokens: torch.Tensor
     moves: torch.Tensor
     moves_between_nodes: torch.Tensor
+    crossings: torch.Tensor
 
     @property
     def balancedness(self) -> torch.Tensor:
@@ -63,6 +68,11 @@ class PolicyReplay:
         """Share of the slowest ranks' tokens under ``base`` that falls away here."""
         return 1 - self.work / base.work if base.work else 0.0
 
+    def crossings_saved(self, base: "PolicyReplay") -> float:
+        """Share of the copies between nodes under ``base`` that falls away here."""
+        before = float(base.crossings.sum())
+        return 1 - float(self.crossings.sum()) / before if before else 0.0
+
 
 class _Arrangement(NamedTuple):
     """``table`` int64 ``[L, P]``: the expert of each slot; ``shares`` float64 ``[L, P]`` of it."""
@@ -72,13 +82,14 @@ class _Arrangement(NamedTuple):
 
 
 def replay(
-    windows: torch.Tensor, cluster: Cluster, next_placement: Rebalance
+    windows: torch.Tensor, cluster: Cluster, next_placement: Rebalance, cost: CostModel
 ) -> list[PolicyReplay]:
     """All policies, ``NONE`` first and ``ORACLE`` last.
 
     windows: ``[W, L, E]``, at least 2. next_placement: ours, from the loads of the window before
-    and the placement in it. ``NONE`` has experts in order, without redundant slots where the
-    experts divide over the ranks. Raises ValueError for sizes that do not fit.
+    and the placement in it. cost: for ``crossings``, of the same nodes. ``NONE`` has experts in
+    order, without redundant slots where the experts divide over the ranks. Raises ValueError for
+    sizes that do not fit.
     """
     if windows.dim() != 3 or len(windows) < 2:
         raise ValueError(f"windows: {list(windows.shape)} given, [2 or more, layers, experts]")
@@ -101,7 +112,7 @@ def replay(
         ORACLE: _oracle(windows, start.num_slots, cluster.num_ranks),
     }
     return [
-        _judge(name, windows[1:], list(found), start, cluster)
+        _judge(name, windows[1:], list(found), start, cluster, cost)
         for name, found in arrangements.items()
     ]
 
@@ -147,6 +158,7 @@ def _judge(
     arrangements: list[_Arrangement],
     start: Placement,
     cluster: Cluster,
+    cost: CostModel,
 ) -> PolicyReplay:
     tokens = [
         rank_loads(window.double().gather(1, table) * shares, cluster.num_ranks)
@@ -160,7 +172,27 @@ def _judge(
         torch.tensor([_fetched(*step, start.num_experts, parts) for step in steps])
         for parts in (cluster.num_ranks, cluster.num_nodes)
     )
-    return PolicyReplay(name, tables[0].shape[1], torch.stack(tokens), moves, between_nodes)
+    crossings = [
+        _crossings(window, table, cluster.num_ranks, cost)
+        for window, table in zip(windows, tables, strict=True)
+    ]
+    return PolicyReplay(
+        name=name,
+        num_slots=tables[0].shape[1],
+        tokens=torch.stack(tokens),
+        moves=moves,
+        moves_between_nodes=between_nodes,
+        crossings=torch.stack(crossings),
+    )
+
+
+def _crossings(
+    window: torch.Tensor, table: torch.Tensor, num_ranks: int, cost: CostModel
+) -> torch.Tensor:
+    """Float64 ``[L]``; replicas share evenly."""
+    loads = as_loads(window, "windows")
+    slots = table.unflatten(1, (num_ranks, -1)).numpy()
+    return torch.from_numpy(traffic(loads, slots, cost).crossings)
 
 
 def _fetched(before: torch.Tensor, after: torch.Tensor, num_experts: int, num_parts: int) -> int:

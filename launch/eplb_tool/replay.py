@@ -67,7 +67,7 @@ def replayed(args: argparse.Namespace, recorded: Recorded) -> Replayed:
         num_groups=model.n_group if model is not None else 1,
     )
     place = partial(next_placement, cost=recorded.cost)
-    policies = replay(_windows(recorded.loads, window), cluster, place)
+    policies = replay(_windows(recorded.loads, window), cluster, place, recorded.cost)
     return Replayed(
         cluster=cluster,
         num_experts=num_experts,

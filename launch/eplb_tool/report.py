@@ -57,12 +57,21 @@ def _figures(found: Replayed, policy: PolicyReplay) -> dict[str, str]:
         "  of the worst layer": f"{float(balance.mean(0).min()):.3f}",
         "  of the worst window": f"{float(balance.mean(1).min()):.3f}",
         "tokens of the slowest ranks": "" if policy is base else f"{-policy.saved(base):+.1%}",
+        "copies between nodes (estimated)": _copies(found, policy),
         "MoE layer, us (estimated)": layer_us,
         "experts moved, in all": f"{moved:,}",
         "  MiB": _mib(found, moved),
         "  MiB between nodes": _mib(found, between_nodes) if found.cluster.num_nodes > 1 else "",
         "redundant, MiB per rank": _mib(found, found.redundant_experts(policy)),
     }
+
+
+def _copies(found: Replayed, policy: PolicyReplay) -> str:
+    """Without the model nobody knows how many experts a token has."""
+    base = found.policies[0]
+    if policy is base or found.cluster.num_nodes == 1 or found.bytes_per_expert is None:
+        return ""
+    return f"{-policy.crossings_saved(base):+.1%}"
 
 
 def _mib(found: Replayed, num_experts: int) -> str:
@@ -114,6 +123,7 @@ def _policy(found: Replayed, policy: PolicyReplay) -> dict[str, Any]:
         "experts_moved": policy.moves.tolist(),
         "bytes_moved": None if size is None else (policy.moves * size).tolist(),
         "experts_moved_between_nodes": policy.moves_between_nodes.tolist(),
+        "copies_between_nodes": None if size is None else policy.crossings.sum(1).tolist(),
         "redundant_bytes_per_rank": (
             None if size is None else found.redundant_experts(policy) * size
         ),

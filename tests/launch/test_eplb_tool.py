@@ -40,6 +40,7 @@ def test_replay_tells_that_it_would_help(dump: Path, tmp_path: Path, capsys):
     printed = capsys.readouterr().out
     assert "It would help, because" in printed
     assert "4 steps at the end fill none" in printed
+    assert "copies between nodes (estimated)" in printed
     assert "--enable-eplb --ep-num-redundant-experts 4" in printed
     assert (tmp_path / "replay.png").read_bytes()[1:4] == b"PNG"
     report = json.loads((tmp_path / "replay.json").read_text())
@@ -54,6 +55,11 @@ def test_replay_tells_that_it_would_help(dump: Path, tmp_path: Path, capsys):
     assert ours["redundant_bytes_per_rank"] == NUM_LAYERS * expert
     assert none["redundant_bytes_per_rank"] == sum(none["bytes_moved"]) == 0
     assert ours["experts_moved"][1:] == [0, 0]
+    # A price brings experts of a group together on a node, as far as it outweighs balance.
+    assert main([*argv, "--window", "5", "--eplb-node-traffic-price", "100"]) == 0
+    priced = json.loads((tmp_path / "replay.json").read_text())["policies"][2]
+    assert sum(priced["copies_between_nodes"]) < sum(ours["copies_between_nodes"])
+    assert priced["saved"] <= ours["saved"]
 
 
 def test_a_layers_time_is_the_planners(tmp_path: Path, capsys):
