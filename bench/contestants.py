@@ -64,7 +64,8 @@ class Ours:
     """One rank's engine, with its scheduler and sampler, stepped from here."""
 
     def __init__(self, directory: Path, num_threads: int) -> None:
-        config = EngineConfig(model=str(directory), num_kv_blocks=512)
+        # Every turn computes its prompts anew, as the peer does.
+        config = EngineConfig(model=str(directory), num_kv_blocks=512, enable_prefix_caching=False)
         world = World(rank=0, num_ranks=1, store=None, timeout_s=60.0)
         self.engine = Engine.create(config, world, num_threads)
         self._tokens_per_step = config.max_num_batched_tokens

@@ -122,6 +122,7 @@ def config_of(arm: str, args: argparse.Namespace) -> EngineConfig:
         max_num_seqs=args.batch,
         num_kv_blocks=args.batch * (2 + (PROMPT_TOKENS + args.output_len) // 64),
         watchdog_timeout_s=TIMEOUT_S,
+        enable_prefix_caching=False,  # every request's tokens are part of the load
     )
     if arm == OFF:
         return config

@@ -250,6 +250,7 @@ def _run(world: World, directory: str, args: argparse.Namespace) -> None:
         max_num_seqs=most,
         max_num_batched_tokens=max(most, *args.prefill, 1024),
         num_kv_blocks=most * 12,
+        enable_prefix_caching=False,  # prefills repeat their prompts
     )
     with torch.inference_mode():
         rank = Rank(config, world)

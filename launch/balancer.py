@@ -1,32 +1,51 @@
-"""Which rank gets the next request: the one that holds the least KV.
+"""Which rank gets the next request: the one that then has least to hold and to compute.
 
-Pure bookkeeping of what this front end has sent: a request weighs its prompt plus the tokens that
+Pure bookkeeping of what this front end has sent. A request weighs its prompt plus the tokens that
 have come back so far, whether it is running or still queued on its rank. Tokens and not requests
-are counted, because in decode a rank's step time follows the latents it has to read.
+are counted, because in decode a rank's step time follows the latents it has to read. A rank that
+was sent a prompt with the same beginning may still know it: each such token, which need not be
+computed, outweighs one that is held. So a conversation stays where it is, and a prompt that
+everybody shares is soon known to all ranks.
 """
+
+from collections.abc import Sequence
+
+from moe_ep.engine.prefix import Name
 
 
 class Balancer:
-    """Loads of ``num_ranks`` ranks; deterministic, ties go to the lowest rank."""
+    """Loads of ``num_ranks`` ranks; deterministic, ties go to the lowest rank.
 
-    def __init__(self, num_ranks: int) -> None:
+    block_size: tokens of a cache block. num_names: how many blocks' names are remembered; the
+    longest unused go first.
+    """
+
+    def __init__(self, num_ranks: int, *, block_size: int, num_names: int) -> None:
         if num_ranks < 1:
             raise ValueError(f"num_ranks: {num_ranks} given; at least 1 is needed")
+        self._block_size = block_size
+        self._num_names = num_names
         self._loads = [0] * num_ranks
         self._requests: dict[str, tuple[int, int]] = {}  # request_id -> (rank, tokens)
+        self._ranks: dict[Name, set[int]] = {}  # that were sent a block; the latest come last
 
     @property
     def loads(self) -> tuple[int, ...]:
         """Tokens held or queued, per rank."""
         return tuple(self._loads)
 
-    def assign(self, request_id: str, num_tokens: int) -> int:
-        """Give the request to the least loaded rank and count its ``num_tokens`` there."""
+    def assign(self, request_id: str, num_tokens: int, names: Sequence[Name] = ()) -> int:
+        """Choose a rank for the request and count its ``num_tokens`` there.
+
+        names: of the full blocks of its prompt; none where ranks do not keep what they know.
+        """
         if request_id in self._requests:
             raise ValueError(f"request_id: {request_id!r} is already open")
-        rank = min(range(len(self._loads)), key=self._loads.__getitem__)
+        known = self._known_tokens(names)
+        rank = min(range(len(self._loads)), key=lambda rank: self._loads[rank] - known[rank])
         self._requests[request_id] = (rank, num_tokens)
         self._loads[rank] += num_tokens
+        self._remember(names, rank)
         return rank
 
     def grow(self, request_id: str, num_tokens: int) -> None:
@@ -39,3 +58,21 @@ class Balancer:
         """Forget a request and the tokens it held."""
         rank, held = self._requests.pop(request_id)
         self._loads[rank] -= held
+
+    def _known_tokens(self, names: Sequence[Name]) -> list[int]:
+        """Per rank, how much of the beginning it was sent before."""
+        known = [0] * len(self._loads)
+        for number, name in enumerate(names, start=1):
+            ranks = self._ranks.get(name)
+            if ranks is None:
+                break
+            for rank in ranks:
+                known[rank] = number * self._block_size
+        return known
+
+    def _remember(self, names: Sequence[Name], rank: int) -> None:
+        for name in reversed(names):  # without the first block none is found: it goes last
+            ranks = self._ranks.pop(name, set())
+            self._ranks[name] = ranks | {rank}
+        while len(self._ranks) > self._num_names:
+            del self._ranks[next(iter(self._ranks))]

@@ -21,6 +21,7 @@ from launch.text import load_tokenizer
 from launch.topology import TopologyRow, topology_table
 from moe_ep.config import EngineConfig, validate
 from moe_ep.engine.admission import AdmissionLimits, admission_error
+from moe_ep.engine.prefix import Name, extend_names
 from moe_ep.engine.request import EngineRequest, FinishReason, SamplingParams, StepOutput
 from moe_ep.engine.step_times import RankTimes, StepJoin
 
@@ -77,7 +78,7 @@ class EngineClient:
         self._engine = engine
         self._watchdog_s = config.watchdog_timeout_s
         self._seeds = random.Random(config.seed)
-        self._balancer = Balancer(config.ep_size)
+        self._balancer: Balancer  # made when the ranks have said what they hold
         self._open: dict[str, _Open] = {}
         self._last_status: dict[int, RankStatus] = {}
         self._moved_s: dict[int, float] = {}
@@ -107,6 +108,11 @@ class EngineClient:
         try:
             self._print_topology()
             self.infos = await self._ranks.start(self._given_config, self._engine)
+            self._balancer = Balancer(
+                len(self.infos),
+                block_size=self.limits.block_size,
+                num_names=sum(info.limits.num_blocks for info in self.infos),
+            )
         except BaseException:
             await self.shutdown()
             raise
@@ -198,7 +204,8 @@ class EngineClient:
     async def _stream(self, request: EngineRequest) -> AsyncGenerator[StepOutput, None]:
         self._raise_if_dead()
         request_id = request.request_id
-        rank = self._balancer.assign(request_id, len(request.prompt_token_ids))
+        prompt = request.prompt_token_ids
+        rank = self._balancer.assign(request_id, len(prompt), self._block_names(prompt))
         entry = self._open[request_id] = _Open(rank, asyncio.Queue())
         try:
             await self._ask(rank, "submit", [request])
@@ -213,6 +220,13 @@ class EngineClient:
         finally:
             if self._open.get(request_id) is entry:
                 self.abort(request_id)
+
+    def _block_names(self, token_ids: Sequence[int]) -> list[Name]:
+        names: list[Name] = []
+        if self.config.enable_prefix_caching:
+            block_size = self.limits.block_size
+            extend_names(names, token_ids, block_size, len(token_ids) // block_size)
+        return names
 
     async def _watch(self, rank: int) -> None:
         """Bring in the rank's outputs until the engine dies."""

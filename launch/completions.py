@@ -188,6 +188,9 @@ class Job:
             async with aclosing(interleave(streams)) as arrivals:
                 async for index, delta in arrivals:
                     self._usage.completion_tokens += len(delta.token_ids)
+                    if delta.num_cached_tokens and index % self._params.n == 0:
+                        self._usage.cached_tokens += delta.num_cached_tokens
+                        self._service.metrics.cached_tokens.inc(delta.num_cached_tokens)
                     yield index, delta
         except EngineDeadError as error:
             raise unavailable(str(error)) from error

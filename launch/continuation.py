@@ -25,7 +25,8 @@ class Delta:
     """What arrived at one moment, or, merged, everything that arrived.
 
     text: complete characters that cannot be part of a stop string; empty without a tokenizer.
-    prompt_logprobs: on the first delta only, when asked for. finish_reason: on the last only.
+    prompt_logprobs: on the first delta only, when asked for. num_cached_tokens: of the prompt; on
+    the first delta with a token only. finish_reason: on the last only.
     stop_reason: the stop string or id that ended it. echoed_ids: the prompt's own tokens when the
     text starts with the prompt.
     """
@@ -34,6 +35,7 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     echoed_ids: tuple[int, ...] = ()
@@ -47,6 +49,7 @@ def merge(deltas: Sequence[Delta]) -> Delta:
         token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
         logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
         prompt_logprobs=first.prompt_logprobs,
+        num_cached_tokens=first.num_cached_tokens,
         finish_reason=last.finish_reason,
         stop_reason=last.stop_reason,
         echoed_ids=first.echoed_ids,
@@ -95,6 +98,7 @@ class _Text:
             token_ids=output.token_ids,
             logprobs=output.logprobs,
             prompt_logprobs=output.prompt_logprobs,
+            num_cached_tokens=output.num_cached_tokens,
             finish_reason=reason,
             stop_reason=stop_reason,
         )

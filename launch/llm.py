@@ -172,6 +172,7 @@ class LLM:
             prompt=text,
             prompt_token_ids=ids,
             prompt_logprobs=prompt_logprobs(deltas[0].prompt_logprobs, self._token_text),
+            num_cached_tokens=deltas[0].num_cached_tokens,
             outputs=[
                 completion_output(index, delta, has_logprobs, self._token_text)
                 for index, delta in enumerate(deltas)

@@ -28,6 +28,9 @@ class Metrics:
             registry=self.registry,
         )  # fmt: skip
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of accepted requests")
+        self.cached_tokens = self._counter(
+            "cached_prompt_tokens", "Prompt tokens that were not computed, as the cache knew them"
+        )
         self.generation_tokens = self._counter("generation_tokens", "Tokens generated")
         self.ttft = self._histogram("time_to_first_token_seconds", "From arrival to first token")
         self.tpot = self._histogram("time_per_output_token_seconds", "Mean gap between tokens")

@@ -18,16 +18,21 @@ TokenText = Callable[[int], str]
 
 @dataclass
 class Usage:
-    """Tokens of one HTTP request: every prompt counted once, every choice's output added."""
+    """Tokens of one HTTP request: every prompt counted once, every choice's output added.
+
+    cached_tokens: of the prompts, what the cache knew when their first choice started.
+    """
 
     prompt_tokens: int
     completion_tokens: int = 0
+    cached_tokens: int = 0
 
-    def json(self) -> dict[str, int]:
+    def json(self) -> dict[str, Any]:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
 
 

@@ -37,7 +37,9 @@ class CompletionOutput:
 @dataclass(frozen=True)
 class RequestOutput:
     """A prompt and its ``n`` continuations. prompt: None when token ids were given.
-    prompt_logprobs: entry 0 is None, as nothing precedes the first token."""
+    prompt_logprobs: entry 0 is None, as nothing precedes the first token. num_cached_tokens: of the
+    prompt, what the cache knew when the first continuation started; None when that one was
+    aborted before."""
 
     request_id: str
     prompt: str | None
@@ -45,6 +47,7 @@ class RequestOutput:
     prompt_logprobs: list[Logprobs | None] | None
     outputs: list[CompletionOutput]
     finished: bool = True
+    num_cached_tokens: int | None = None
 
 
 TokenText = Callable[[int], str | None]

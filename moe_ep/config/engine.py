@@ -229,6 +229,12 @@ class EngineConfig:
         vllm="--kv-cache-dtype",
         choices=("auto", "bfloat16", "float32"),
     )
+    enable_prefix_caching: bool = flag(
+        True,
+        help="Start a request after what the cache still knows of its tokens.",
+        sglang="--disable-radix-cache",
+        vllm="--enable-prefix-caching",
+    )
     enforce_eager: bool = flag(
         False,
         help="Never capture decode steps as CUDA graphs.",

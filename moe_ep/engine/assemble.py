@@ -253,6 +253,7 @@ class _Assembler:
             max_num_batched_tokens=self.rules.token_budget(config.max_num_batched_tokens),
             max_model_len=self._max_model_len,
             eos_token_ids=self.model.eos_token_ids,
+            prefix_caching=config.enable_prefix_caching,
         )
 
     def _sync(self) -> StepSync:

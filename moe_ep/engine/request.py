@@ -4,6 +4,8 @@ from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 
+from moe_ep.engine.prefix import Name
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -72,6 +74,8 @@ class StepOutput:
     """What one step adds to one request, streamed from the rank to the front end.
 
     prompt_logprobs: sent once, with the first token; entry 0 is None (nothing precedes it).
+    num_cached_tokens: prompt tokens that were not computed, as the cache knew them; with the first
+    token, else None.
     stop_reason: the stop id that ended it, None for end-of-sequence or length.
     """
 
@@ -79,6 +83,7 @@ class StepOutput:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] = ()
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
+    num_cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
     stop_reason: int | None = None
 
@@ -99,8 +104,9 @@ class EngineRequest:
 class Request:
     """The engine's state of one request. ``token_ids`` is the prompt followed by the output.
 
-    prompt_logprobs: entries of prompt tokens computed so far, entry 0 is None; None when not asked
-    for. Two requests are equal only when they are the same object.
+    block_names: of the first blocks of token_ids, as far as anyone asked. num_cached_tokens: found
+    in the cache when it started. prompt_logprobs: entries of prompt tokens computed so far, entry 0
+    is None; None when not asked for. Two requests are equal only when they are the same object.
     """
 
     request_id: str
@@ -111,6 +117,8 @@ class Request:
     token_ids: list[int]
     num_computed_tokens: int = 0  # tokens whose latents are in the cache
     block_table: "array[int]" = field(default_factory=lambda: array("i"))
+    block_names: list[Name] = field(default_factory=list)
+    num_cached_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     num_preemptions: int = 0
 

@@ -7,12 +7,13 @@ in every step, and so every request finishes.
 """
 
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Mapping
 
 from moe_ep.engine.admission import AdmissionLimits, admission_error, max_request_len
 from moe_ep.engine.batch import PrefillChunk, ScheduledBatch
 from moe_ep.engine.kv_blocks import BlockPool, blocks_needed
+from moe_ep.engine.prefix import extend_names
 from moe_ep.engine.request import (
     EngineRequest,
     FinishReason,
@@ -29,7 +30,7 @@ class Scheduler:
 
     max_num_seqs: most requests that run at a time. max_num_batched_tokens: most tokens in a step,
     at least max_num_seqs so that every decode fits. eos_token_ids: end a request unless it ignores
-    them.
+    them. prefix_caching: a request starts after what the cache knows of its tokens.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Collection[int],
+        prefix_caching: bool,
     ) -> None:
         if not 1 <= max_num_seqs <= max_num_batched_tokens:
             raise ValueError(
@@ -52,6 +54,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
+        self._prefix_caching = prefix_caching
         self._num_arrived = 0
         self._kv_tokens = 0
         self._requests: dict[str, Request] = {}
@@ -118,6 +121,7 @@ class Scheduler:
         while budget > 0 and self._can_start_next():
             request = self._waiting.popleft()
             self._running.append(request)
+            self._take_prefix(request)
             budget -= self._continue(request, budget, batch)
         assert batch.num_tokens > 0 or not self.has_work, "no request could take part in the step"
         return batch
@@ -134,14 +138,18 @@ class Scheduler:
         with an ``error`` is aborted, and the reason logged; the others go on. Requests that were
         aborted after the batch was made are passed over.
         """
+        starts = [(request, request.num_computed_tokens) for request in batch.decodes]
+        starts += [(chunk.request, chunk.start) for chunk in batch.prefills]
         for request in batch.decodes:
             request.num_computed_tokens += 1
         for chunk in batch.prefills:
             self._advance(chunk, sampled)
         errors = {name: token.error for name, token in sampled.items() if token.error is not None}
-        members = [*batch.decodes, *(chunk.request for chunk in batch.prefills)]
-        failed = [r for r in members if r.request_id in errors and self._is_alive(r)]
+        failed = [r for r, _ in starts if r.request_id in errors and self._is_alive(r)]
         ends = [self._fail(request, errors[request.request_id]) for request in failed]
+        for request, start in starts:
+            if self._is_alive(request):
+                self._publish(request, start)
         alive = [r for r in batch.sampling_requests if self._is_alive(r)]
         return ends + [self._append(request, sampled[request.request_id]) for request in alive]
 
@@ -153,12 +161,17 @@ class Scheduler:
         return self._abort(request)
 
     def check_integrity(self) -> None:
-        """Blocks belong to running requests only, one owner each; the order of arrival holds."""
+        """Blocks belong to running requests only, shared ones are full, and no request has one
+        twice; the order of arrival holds."""
         self.pool.check_integrity()
-        owned = [block for request in self._running for block in request.block_table]
-        assert len(set(owned)) == len(owned), f"blocks with two owners among {sorted(owned)}"
-        num_used = self.pool.num_blocks - self.pool.num_free
-        assert len(owned) == num_used, f"{num_used} blocks in use, {len(owned)} owned"
+        owners = Counter(block for request in self._running for block in request.block_table)
+        counts = {block: self.pool.ref_count(block) for block in range(self.pool.num_blocks)}
+        assert {b: n for b, n in counts.items() if n} == owners, f"{counts} owners, not {owners}"
+        for request in self._running:
+            table = request.block_table
+            assert len(set(table)) == len(table), f"a block twice in {request}"
+            num_full = request.num_computed_tokens // self.limits.block_size
+            assert all(owners[b] == 1 for b in table[num_full:]), f"may be written: {request}"
         for request in self._waiting:
             assert not request.block_table, f"waits and holds blocks: {request}"
             assert request.num_computed_tokens == 0, f"waits and has computed tokens: {request}"
@@ -167,6 +180,38 @@ class Scheduler:
         assert len(arrivals) == len(self._requests), "requests neither running nor waiting"
         num_known = sum(len(request.token_ids) for request in self._requests.values())
         assert num_known == self._kv_tokens, f"{num_known} known tokens, {self._kv_tokens} counted"
+
+    def _known_prefix(self, request: Request) -> list[int]:
+        """Blocks that hold the first of a waiting request's tokens.
+
+        One token is always left to compute, for its logits; two of a request that has sampled
+        before, which would be a decode with one. Nothing for one that wants logits of its prompt.
+        """
+        if not self._prefix_caching or request.prompt_logprobs is not None:
+            return []
+        num_left = 1 if request.num_output_tokens == 0 else 2
+        block_size = self.limits.block_size
+        num_blocks = (len(request.token_ids) - num_left) // block_size
+        extend_names(request.block_names, request.token_ids, block_size, num_blocks)
+        return self.pool.find(request.block_names[:num_blocks])
+
+    def _take_prefix(self, request: Request) -> None:
+        known = self._known_prefix(request)
+        self.pool.share(known)
+        request.block_table.extend(known)
+        request.num_computed_tokens = len(known) * self.limits.block_size
+        if request.num_output_tokens == 0:
+            request.num_cached_tokens = request.num_computed_tokens
+
+    def _publish(self, request: Request, start: int) -> None:
+        """Let others find the blocks that the tokens from ``start`` on have filled."""
+        if not self._prefix_caching:
+            return
+        block_size = self.limits.block_size
+        num_full = request.num_computed_tokens // block_size
+        extend_names(request.block_names, request.token_ids, block_size, num_full)
+        for index in range(start // block_size, num_full):
+            self.pool.publish(request.block_table[index], request.block_names[index])
 
     def _continue(self, request: Request, budget: int, batch: ScheduledBatch) -> int:
         """Add a running request to the batch; returns the prefill tokens spent."""
@@ -212,7 +257,8 @@ class Scheduler:
             - len(request.block_table)
             for request in (*self._running, self._waiting[0])
         )
-        return num_short <= self.pool.num_free
+        known = self._known_prefix(self._waiting[0])
+        return num_short - len(known) <= self.pool.num_free - self.pool.num_kept(known)
 
     @staticmethod
     def _advance(chunk: PrefillChunk, sampled: Mapping[str, SampledToken]) -> None:
@@ -229,6 +275,7 @@ class Scheduler:
 
     def _fail(self, request: Request, error: str) -> StepOutput:
         logger.error("request %s aborted: %s", request.request_id, error)
+        self.pool.forget(request.block_table)  # what went wrong may lie in them
         return self._abort(request)
 
     def _abort(self, request: Request) -> StepOutput:
@@ -249,6 +296,7 @@ class Scheduler:
             token_ids=(token_id,),
             logprobs=() if token.logprobs is None else (token.logprobs,),
             prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
+            num_cached_tokens=request.num_cached_tokens if is_first else None,
             finish_reason=finish_reason,
             stop_reason=stop_reason,
         )

@@ -46,6 +46,11 @@ class FakeModel:
             )
         return sampled
 
+    def spoil(self, request: Request) -> None:
+        """Nothing that lies in the request's blocks is right any more."""
+        for position in range(len(request.block_table) * self._block_size):
+            self._cache[self._slot(request, position)] = None
+
     def _entry(self, request: Request, position: int) -> TokenLogprobs:
         return prompt_entry(self._read(request, position), request.token_ids[position])
 

@@ -33,7 +33,7 @@ def test_double_free_is_an_error():
     with pytest.raises(ValueError, match=f"block {blocks[0]} has no owner"):
         pool.free(blocks)
     with pytest.raises(ValueError, match="has no owner"):
-        pool.incref(blocks)
+        pool.share(blocks)
     pool.check_integrity()
 
 
@@ -48,7 +48,7 @@ def test_unknown_blocks_are_refused(block):
 def test_a_shared_block_lives_until_its_last_owner():
     pool = BlockPool(2)
     blocks = pool.allocate(2)
-    pool.incref(blocks[:1])
+    pool.share(blocks[:1])
     pool.free(blocks)
     assert (pool.num_free, pool.ref_count(blocks[0])) == (1, 1)
     pool.free(blocks[:1])
@@ -71,18 +71,85 @@ def test_integrity_check_sees_corruption():
         pool.check_integrity()
 
 
-@given(st.integers(1, 12), st.lists(st.tuples(st.sampled_from("ais"), st.integers(0, 12))))
+def test_a_named_block_is_found_until_its_room_is_needed():
+    pool = BlockPool(3)
+    first, second, third = pool.allocate(3)
+    pool.publish(first, b"1")
+    pool.publish(second, b"2")
+    pool.free([first, second])  # the second one is freed before the first
+    pool.free([third])
+    assert pool.find([b"1", b"2", b"3"]) == [first, second]
+    assert pool.find([b"3", b"1"]) == []
+    assert pool.num_kept([first, second, third]) == 2
+    assert pool.allocate(1) == [third]  # nobody knows what is in it
+    assert pool.allocate(1) == [second]
+    assert (pool.find([b"1", b"2"]), pool.num_free) == ([first], 1)
+    pool.share([first])
+    assert (pool.num_free, pool.ref_count(first)) == (0, 1)
+    pool.check_integrity()
+
+
+def test_the_first_block_of_a_name_keeps_it():
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    pool.publish(first, b"1")
+    pool.publish(second, b"1")
+    pool.publish(first, b"2")
+    assert (pool.find([b"1"]), pool.find([b"2"])) == ([first], [])
+    pool.free([second])
+    with pytest.raises(ValueError, match="has no owner"):
+        pool.publish(second, b"3")
+    pool.check_integrity()
+
+
+def test_a_forgotten_block_is_found_no_more_and_stays_its_owners():
+    pool = BlockPool(2)
+    owned, free = pool.allocate(2)
+    pool.publish(owned, b"1")
+    pool.publish(free, b"2")
+    pool.free([free])
+    pool.forget([owned, free])
+    assert (pool.find([b"1"]), pool.find([b"2"])) == ([], [])
+    assert (pool.ref_count(owned), pool.num_free, pool.num_kept([free])) == (1, 1, 0)
+    with pytest.raises(ValueError, match="has no owner"):
+        pool.share([free])
+    pool.check_integrity()
+
+
+ACTIONS = st.lists(st.tuples(st.sampled_from("asfpn"), st.integers(0, 12)))
+
+
+@given(st.integers(1, 12), ACTIONS)
 def test_pool_agrees_with_a_model_of_owners(num_blocks, actions):
     pool, owned = BlockPool(num_blocks), Counter()
+    names: dict[bytes, int] = {}
     for action, number in actions:
+        owners, name = sorted(+owned), bytes([number])
         if action == "a" and number <= pool.num_free:
             blocks = pool.allocate(number)
-            assert not set(blocks) & set(+owned)
+            assert not set(blocks) & set(owners)
             owned.update(blocks)
-        elif +owned and action != "a":
-            block = sorted(+owned)[number % len(+owned)]
-            (pool.incref if action == "i" else pool.free)([block])
-            owned[block] += 1 if action == "i" else -1
+            names = {n: block for n, block in names.items() if block not in blocks}
+        elif action == "s" and name in names:
+            assert pool.find([name]) == [names[name]]
+            pool.share([names[name]])
+            owned[names[name]] += 1
+        elif owners and action in "fpn":
+            block = owners[number % len(owners)]
+            if action == "f":
+                pool.free([block])
+                owned[block] -= 1
+            elif action == "p":
+                pool.publish(block, name)
+                if name not in names and block not in names.values():
+                    names[name] = block
+            else:
+                pool.forget([block])
+                names = {n: b for n, b in names.items() if b != block}
         assert pool.num_free == num_blocks - len(+owned)
         assert all(pool.ref_count(block) == owned[block] for block in range(num_blocks))
+        assert all(
+            pool.find([bytes([n])]) == ([names[bytes([n])]] if bytes([n]) in names else [])
+            for n in range(13)
+        )
         pool.check_integrity()

@@ -16,7 +16,9 @@ from moe_ep.engine.scheduler import Scheduler
 EOS = 99
 
 
-def make_scheduler(*, num_blocks=100, block_size=4, seqs=8, budget=16, max_model_len=64):
+def make_scheduler(
+    *, num_blocks=100, block_size=4, seqs=8, budget=16, max_model_len=64, prefix_caching=False
+):
     return Scheduler(
         pool=BlockPool(num_blocks),
         block_size=block_size,
@@ -24,6 +26,7 @@ def make_scheduler(*, num_blocks=100, block_size=4, seqs=8, budget=16, max_model
         max_num_batched_tokens=budget,
         max_model_len=max_model_len,
         eos_token_ids=(EOS,),
+        prefix_caching=prefix_caching,
     )
 
 

@@ -1,12 +1,14 @@
 """Random traffic on tiny pools: nothing leaks, nobody starves, and preemption changes no text."""
 
+from dataclasses import replace
+
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from moe_ep.engine.admission import admission_error
 from moe_ep.engine.kv_blocks import BlockPool
-from moe_ep.engine.request import EngineRequest, SamplingParams
+from moe_ep.engine.request import EngineRequest, FinishReason, SampledToken, SamplingParams
 from moe_ep.engine.scheduler import Scheduler
 from tests.engine.fake_model import VOCAB, FakeModel, expected_output, prompt_entry
 
@@ -23,6 +25,10 @@ params_strategy = st.builds(
 )
 
 
+def tails(lowest: int, highest: int) -> st.SearchStrategy[list[int]]:
+    return st.lists(st.integers(lowest, highest), min_size=1, max_size=10)
+
+
 class Traffic(RuleBasedStateMachine):
     @initialize(
         num_blocks=st.integers(1, 10),
@@ -30,8 +36,9 @@ class Traffic(RuleBasedStateMachine):
         seqs=st.integers(1, 5),
         spare=st.integers(0, 7),
         max_model_len=st.integers(2, 30),
+        prefix_caching=st.booleans(),
     )
-    def start(self, num_blocks, block_size, seqs, spare, max_model_len):
+    def start(self, num_blocks, block_size, seqs, spare, max_model_len, prefix_caching):
         self.scheduler = Scheduler(
             pool=BlockPool(num_blocks),
             block_size=block_size,
@@ -39,6 +46,7 @@ class Traffic(RuleBasedStateMachine):
             max_num_batched_tokens=seqs + spare,
             max_model_len=max_model_len,
             eos_token_ids=(EOS,),
+            prefix_caching=prefix_caching,
         )
         self.model = FakeModel(num_blocks, block_size)
         self.alive: dict[str, EngineRequest] = {}  # in order of arrival
@@ -46,9 +54,12 @@ class Traffic(RuleBasedStateMachine):
         self.num_added = 0
 
     @rule(
-        prompt=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20), params=params_strategy
+        begins_like=st.integers(0, 20),
+        rest=tails(0, 1) | tails(0, VOCAB - 1),
+        params=params_strategy,
     )
-    def arrive(self, prompt, params):
+    def arrive(self, begins_like, rest, params):
+        prompt = [*range(begins_like), *rest]
         if admission_error(len(prompt), params, self.scheduler.limits) is None:
             request = EngineRequest(f"r{self.num_added}", tuple(prompt), params)
             self.scheduler.add(request)
@@ -69,6 +80,31 @@ class Traffic(RuleBasedStateMachine):
         self.check_batch(self.scheduler.schedule())
 
     @precondition(lambda self: self.alive)
+    @rule(number=st.integers(0, 100))
+    def step_in_which_one_fails(self, number):
+        """What it wrote in this step is wrong, and must not reach anyone else."""
+        batch = self.scheduler.schedule()
+        sampled = self.model.run(batch)
+        tables = {r.request_id: {*r.block_table} for r in self.scheduler._running}
+        members = [*batch.decodes, *(chunk.request for chunk in batch.prefills)]
+        # Those who share what is spoilt would fail with it.
+        alone = [
+            member
+            for member in members
+            if sum(bool(table & {*member.block_table}) for table in tables.values()) == 1
+        ]
+        if alone:
+            failed = alone[number % len(alone)]
+            self.model.spoil(failed)
+            token = sampled.get(failed.request_id, SampledToken(None))
+            sampled[failed.request_id] = replace(token, error="spoilt")
+        for output in self.scheduler.update(batch, sampled):
+            if output.finish_reason is FinishReason.ABORT:
+                del self.alive[output.request_id]
+            else:
+                self.take(output)
+
+    @precondition(lambda self: self.alive)
     @rule()
     def step(self):
         computed = {r.request_id: r.num_computed_tokens for r in self.scheduler._running}
@@ -76,9 +112,12 @@ class Traffic(RuleBasedStateMachine):
         self.check_batch(batch)
         self.check_preempted_are_younger(computed)
         for output in self.scheduler.update(batch, self.model.run(batch)):
-            self.outputs[output.request_id].append(output)
-            if output.finish_reason is not None:
-                self.check_finished(self.alive.pop(output.request_id))
+            self.take(output)
+
+    def take(self, output):
+        self.outputs[output.request_id].append(output)
+        if output.finish_reason is not None:
+            self.check_finished(self.alive.pop(output.request_id))
 
     def check_batch(self, batch):
         scheduler = self.scheduler
@@ -106,7 +145,9 @@ class Traffic(RuleBasedStateMachine):
     def check_preempted_are_younger(self, computed):
         running = {request.request_id: request.arrival for request in self.scheduler._running}
         for request in self.scheduler._running:  # preempted and started again in one go?
-            assert request.num_computed_tokens == computed.get(request.request_id, 0)
+            known = request.num_computed_tokens // self.scheduler.limits.block_size
+            start = known * self.scheduler.limits.block_size
+            assert request.num_computed_tokens == computed.get(request.request_id, start)
         lost = [int(name[1:]) for name in computed if name not in running]
         kept = [arrival for name, arrival in running.items() if name in computed]
         assert not lost or max(kept) < min(lost)

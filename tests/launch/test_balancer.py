@@ -7,8 +7,12 @@ from hypothesis import strategies as st
 from launch.balancer import Balancer
 
 
+def make_balancer(num_ranks, num_names=100):
+    return Balancer(num_ranks, block_size=4, num_names=num_names)
+
+
 def test_least_tokens_wins_and_ties_go_to_the_lowest_rank():
-    balancer = Balancer(3)
+    balancer = make_balancer(3)
     assert [balancer.assign(f"a{i}", 10) for i in range(3)] == [0, 1, 2]
     assert balancer.assign("small", 1) == 0
     assert balancer.assign("next", 5) == 1
@@ -16,14 +20,14 @@ def test_least_tokens_wins_and_ties_go_to_the_lowest_rank():
 
 
 def test_one_long_request_weighs_as_much_as_many_short_ones():
-    balancer = Balancer(2)
+    balancer = make_balancer(2)
     balancer.assign("long", 1000)
     assert [balancer.assign(f"short{i}", 100) for i in range(10)] == [1] * 10
     assert balancer.assign("even", 1) == 0
 
 
 def test_generated_tokens_count_and_finished_requests_do_not():
-    balancer = Balancer(2)
+    balancer = make_balancer(2)
     balancer.assign("a", 10)
     balancer.assign("b", 11)
     balancer.grow("a", 2)
@@ -33,12 +37,12 @@ def test_generated_tokens_count_and_finished_requests_do_not():
 
 
 def test_open_id_and_no_ranks_are_refused():
-    balancer = Balancer(1)
+    balancer = make_balancer(1)
     balancer.assign("a", 1)
     with pytest.raises(ValueError, match="'a' is already open"):
         balancer.assign("a", 1)
     with pytest.raises(ValueError, match="num_ranks: 0"):
-        Balancer(0)
+        make_balancer(0)
 
 
 @given(
@@ -46,7 +50,7 @@ def test_open_id_and_no_ranks_are_refused():
     events=st.lists(st.tuples(st.sampled_from("agf"), st.integers(0, 50), st.integers(0, 1000))),
 )
 def test_loads_are_always_the_sum_over_open_requests(num_ranks: int, events: list):
-    balancer = Balancer(num_ranks)
+    balancer = make_balancer(num_ranks)
     held: dict[str, list[int]] = {}
     for event, number, tokens in events:
         ids = sorted(held)
@@ -66,3 +70,39 @@ def test_loads_are_always_the_sum_over_open_requests(num_ranks: int, events: lis
             del held[ids[number % len(ids)]]
         expected = tuple(sum(n for rank, n in held.values() if rank == r) for r in range(num_ranks))
         assert balancer.loads == expected
+
+
+def test_a_conversation_goes_on_where_it_was():
+    balancer = make_balancer(2)
+    assert balancer.assign("a", 9, [b"1", b"2"]) == 0
+    assert balancer.assign("b", 9, [b"3", b"4"]) == 1
+    balancer.finish("a")
+    balancer.finish("b")
+    assert balancer.assign("b again", 13, [b"3", b"4", b"5"]) == 1
+    assert balancer.assign("a again", 13, [b"1", b"2", b"6"]) == 0
+
+
+def test_a_known_token_outweighs_one_that_is_held():
+    balancer = make_balancer(2)
+    balancer.assign("a", 9, [b"1", b"2"])
+    assert balancer.assign("eight known, nine held", 9, [b"1", b"2"]) == 1
+    assert balancer.assign("both know it", 9, [b"1", b"2"]) == 0
+    assert balancer.assign("the second one is held less", 9, [b"1", b"2", b"7"]) == 1
+    assert balancer.assign("only the first block", 9, [b"1", b"8"]) == 0
+
+
+def test_a_block_that_is_not_known_hides_those_behind_it():
+    balancer = make_balancer(2)
+    balancer.assign("a", 1, [b"1", b"2"])
+    assert balancer.assign("b", 1, [b"3", b"2"]) == 1
+
+
+def test_the_longest_unused_names_are_forgotten_last_blocks_first():
+    balancer = make_balancer(3, num_names=3)
+    balancer.assign("a", 1, [b"1", b"2"])
+    balancer.assign("b", 1, [b"3", b"4"])  # in the place of 2
+    assert balancer.assign("c", 1, [b"1"]) == 0  # known there, and used again
+    assert balancer.assign("d", 1, [b"5", b"6"]) == 2  # in the place of 4 and 3
+    balancer.grow("b", 3)
+    assert balancer.loads == (2, 4, 1)
+    assert balancer.assign("e", 10, [b"3"]) == 2  # or rank 1, less four known tokens
