@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping
 from moe_ep.engine.admission import AdmissionLimits, admission_error, max_request_len
 from moe_ep.engine.batch import PrefillChunk, ScheduledBatch
 from moe_ep.engine.kv_blocks import BlockPool, blocks_needed
-from moe_ep.engine.prefix import extend_names
+from moe_ep.engine.prefix_cache import PrefixCache
 from moe_ep.engine.request import (
     EngineRequest,
     FinishReason,
@@ -54,7 +54,7 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.eos_token_ids = frozenset(eos_token_ids)
-        self._prefix_caching = prefix_caching
+        self._prefixes = PrefixCache(pool, block_size) if prefix_caching else None
         self._num_arrived = 0
         self._kv_tokens = 0
         self._requests: dict[str, Request] = {}
@@ -121,7 +121,8 @@ class Scheduler:
         while budget > 0 and self._can_start_next():
             request = self._waiting.popleft()
             self._running.append(request)
-            self._take_prefix(request)
+            if self._prefixes is not None:
+                self._prefixes.take(request)
             budget -= self._continue(request, budget, batch)
         assert batch.num_tokens > 0 or not self.has_work, "no request could take part in the step"
         return batch
@@ -147,9 +148,10 @@ class Scheduler:
         errors = {name: token.error for name, token in sampled.items() if token.error is not None}
         failed = [r for r, _ in starts if r.request_id in errors and self._is_alive(r)]
         ends = [self._fail(request, errors[request.request_id]) for request in failed]
-        for request, start in starts:
-            if self._is_alive(request):
-                self._publish(request, start)
+        if self._prefixes is not None:
+            for request, start in starts:
+                if self._is_alive(request):
+                    self._prefixes.publish(request, start)
         alive = [r for r in batch.sampling_requests if self._is_alive(r)]
         return ends + [self._append(request, sampled[request.request_id]) for request in alive]
 
@@ -180,38 +182,6 @@ class Scheduler:
         assert len(arrivals) == len(self._requests), "requests neither running nor waiting"
         num_known = sum(len(request.token_ids) for request in self._requests.values())
         assert num_known == self._kv_tokens, f"{num_known} known tokens, {self._kv_tokens} counted"
-
-    def _known_prefix(self, request: Request) -> list[int]:
-        """Blocks that hold the first of a waiting request's tokens.
-
-        One token is always left to compute, for its logits; two of a request that has sampled
-        before, which would be a decode with one. Nothing for one that wants logits of its prompt.
-        """
-        if not self._prefix_caching or request.prompt_logprobs is not None:
-            return []
-        num_left = 1 if request.num_output_tokens == 0 else 2
-        block_size = self.limits.block_size
-        num_blocks = (len(request.token_ids) - num_left) // block_size
-        extend_names(request.block_names, request.token_ids, block_size, num_blocks)
-        return self.pool.find(request.block_names[:num_blocks])
-
-    def _take_prefix(self, request: Request) -> None:
-        known = self._known_prefix(request)
-        self.pool.share(known)
-        request.block_table.extend(known)
-        request.num_computed_tokens = len(known) * self.limits.block_size
-        if request.num_output_tokens == 0:
-            request.num_cached_tokens = request.num_computed_tokens
-
-    def _publish(self, request: Request, start: int) -> None:
-        """Let others find the blocks that the tokens from ``start`` on have filled."""
-        if not self._prefix_caching:
-            return
-        block_size = self.limits.block_size
-        num_full = request.num_computed_tokens // block_size
-        extend_names(request.block_names, request.token_ids, block_size, num_full)
-        for index in range(start // block_size, num_full):
-            self.pool.publish(request.block_table[index], request.block_names[index])
 
     def _continue(self, request: Request, budget: int, batch: ScheduledBatch) -> int:
         """Add a running request to the batch; returns the prefill tokens spent."""
@@ -257,7 +227,7 @@ class Scheduler:
             - len(request.block_table)
             for request in (*self._running, self._waiting[0])
         )
-        known = self._known_prefix(self._waiting[0])
+        known = [] if self._prefixes is None else self._prefixes.known(self._waiting[0])
         return num_short - len(known) <= self.pool.num_free - self.pool.num_kept(known)
 
     @staticmethod

@@ -83,6 +83,7 @@ def test_rows_and_plans_while_tables_grow_and_requests_are_preempted() -> None:
         max_num_batched_tokens=100,
         max_model_len=4 * BLOCK_SIZE,
         eos_token_ids=(),
+        prefix_caching=False,
     )
     params = SamplingParams(temperature=0.0, max_tokens=100)
     for i in range(4):
