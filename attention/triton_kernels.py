@@ -25,6 +25,18 @@ LOG2_E = 1.4426950408889634
 # Few items want small tiles, for more programs. The last bound stands for more, too. Multiples of
 # 16, which is what triton specialises integers on, so that kernels are not compiled anew.
 TUNED_ITEMS = (16, 64, 256)
+# Parts of one copy, which begin anywhere in it: not worth a kernel for each alignment.
+PLANNED = [
+    "item_request",
+    "item_start",
+    "item_stop",
+    "first_item",
+    "first_token",
+    "query_lens",
+    "context_lens",
+    "first_block",
+    "blocks",
+]
 
 
 def decode(
@@ -111,7 +123,7 @@ def narrow(x, dtype: tl.constexpr):
 
 
 @triton.autotune(configs=_decode_configs(), key=["num_heads", "tuned_items", "RANK", "ROPE"])
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=PLANNED)
 def _decode(
     q,
     cache,
@@ -196,7 +208,7 @@ def _decode(
         tl.store(lse + place, top + tl.log2(total), mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["first_item", "first_token", "query_lens"])
 def _merge(
     partial,
     lse,

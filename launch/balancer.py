@@ -12,22 +12,25 @@ from collections.abc import Sequence
 
 from moe_ep.engine.prefix import Name
 
+MOST_NAMES = 2**18  # some 50 MB; 16 million tokens of prompts in blocks of 64
+
 
 class Balancer:
     """Loads of ``num_ranks`` ranks; deterministic, ties go to the lowest rank.
 
-    block_size: tokens of a cache block. num_names: how many blocks' names are remembered; the
-    longest unused go first.
+    block_size: tokens of a cache block. num_blocks: of all ranks' caches; as many names are
+    remembered, up to MOST_NAMES, and the longest unused go first.
     """
 
-    def __init__(self, num_ranks: int, *, block_size: int, num_names: int) -> None:
+    def __init__(self, num_ranks: int, *, block_size: int, num_blocks: int) -> None:
         if num_ranks < 1:
             raise ValueError(f"num_ranks: {num_ranks} given; at least 1 is needed")
         self._block_size = block_size
-        self._num_names = num_names
+        self._num_names = min(num_blocks, MOST_NAMES)
         self._loads = [0] * num_ranks
         self._requests: dict[str, tuple[int, int]] = {}  # request_id -> (rank, tokens)
-        self._ranks: dict[Name, set[int]] = {}  # that were sent a block; the latest come last
+        # That were sent a block; the latest come last.
+        self._ranks: dict[Name, tuple[int, ...]] = {}
 
     @property
     def loads(self) -> tuple[int, ...]:
@@ -72,7 +75,7 @@ class Balancer:
 
     def _remember(self, names: Sequence[Name], rank: int) -> None:
         for name in reversed(names):  # without the first block none is found: it goes last
-            ranks = self._ranks.pop(name, set())
-            self._ranks[name] = ranks | {rank}
+            ranks = self._ranks.pop(name, ())
+            self._ranks[name] = ranks if rank in ranks else (*ranks, rank)
         while len(self._ranks) > self._num_names:
             del self._ranks[next(iter(self._ranks))]

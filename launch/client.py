@@ -111,7 +111,7 @@ class EngineClient:
             self._balancer = Balancer(
                 len(self.infos),
                 block_size=self.limits.block_size,
-                num_names=sum(info.limits.num_blocks for info in self.infos),
+                num_blocks=sum(info.limits.num_blocks for info in self.infos),
             )
         except BaseException:
             await self.shutdown()

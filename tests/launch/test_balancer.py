@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from launch.balancer import Balancer
 
 
-def make_balancer(num_ranks, num_names=100):
-    return Balancer(num_ranks, block_size=4, num_names=num_names)
+def make_balancer(num_ranks, num_blocks=100):
+    return Balancer(num_ranks, block_size=4, num_blocks=num_blocks)
 
 
 def test_least_tokens_wins_and_ties_go_to_the_lowest_rank():
@@ -98,7 +98,7 @@ def test_a_block_that_is_not_known_hides_those_behind_it():
 
 
 def test_the_longest_unused_names_are_forgotten_last_blocks_first():
-    balancer = make_balancer(3, num_names=3)
+    balancer = make_balancer(3, num_blocks=3)
     balancer.assign("a", 1, [b"1", b"2"])
     balancer.assign("b", 1, [b"3", b"4"])  # in the place of 2
     assert balancer.assign("c", 1, [b"1"]) == 0  # known there, and used again
