@@ -8,6 +8,7 @@ computed, outweighs one that is held. So a conversation stays where it is, and a
 everybody shares is soon known to all ranks.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from moe_ep.engine.prefix import Name
@@ -30,7 +31,7 @@ class Balancer:
         self._loads = [0] * num_ranks
         self._requests: dict[str, tuple[int, int]] = {}  # request_id -> (rank, tokens)
         # That were sent a block; the latest come last.
-        self._ranks: dict[Name, tuple[int, ...]] = {}
+        self._ranks: OrderedDict[Name, tuple[int, ...]] = OrderedDict()
 
     @property
     def loads(self) -> tuple[int, ...]:
@@ -78,4 +79,4 @@ class Balancer:
             ranks = self._ranks.pop(name, ())
             self._ranks[name] = ranks if rank in ranks else (*ranks, rank)
         while len(self._ranks) > self._num_names:
-            del self._ranks[next(iter(self._ranks))]
+            self._ranks.popitem(last=False)

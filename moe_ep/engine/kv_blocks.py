@@ -6,8 +6,9 @@ under a name keeps its contents while nobody owns it, until no other block is fr
 that was freed first goes first.
 """
 
+from collections import OrderedDict
 from collections.abc import Sequence
-from itertools import takewhile
+from itertools import islice, takewhile
 
 from moe_ep.engine.prefix import Name
 
@@ -26,7 +27,8 @@ class BlockPool:
             raise ValueError(f"num_blocks: {num_blocks} given; at least 1 is needed")
         self.num_blocks = num_blocks
         self._free = list(reversed(range(num_blocks)))
-        self._kept: dict[int, None] = {}  # free, but named; in the order in which they were freed
+        # Free, but named; in the order in which they were freed.
+        self._kept: OrderedDict[int, None] = OrderedDict()
         self._ref_counts = [0] * num_blocks
         self._names: dict[int, Name] = {}
         self._blocks: dict[Name, int] = {}
@@ -39,7 +41,7 @@ class BlockPool:
         """Take n blocks, each with one owner; all or none: ValueError when fewer are free."""
         if not 0 <= n <= self.num_free:
             raise ValueError(f"allocate: {n} blocks asked for; {self.num_free} are free")
-        self.forget(list(self._kept)[: max(0, n - len(self._free))])
+        self.forget(list(islice(self._kept, max(0, n - len(self._free)))))
         blocks = [self._free.pop() for _ in range(n)]
         for block in blocks:
             self._ref_counts[block] = 1
