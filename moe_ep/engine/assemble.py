@@ -27,6 +27,7 @@ from moe_ep.engine.specs import DTYPES, expert_spec, step_rules
 from moe_ep.engine.step_sampling import StepSampling
 from moe_ep.engine.step_shape import StepRules
 from moe_ep.engine.step_sync import GroupSync, LocalSync, StepSync
+from moe_ep.engine.warm_up import warm_up
 from moe_ep.engine.world import World
 from moe_ep.experts import Experts, create_experts
 from moe_ep.model.build import DecoderParts, attention_spec, build_decoder
@@ -138,6 +139,8 @@ class _Assembler:
             sampler=Sampler(self.model.eos_token_ids),
             token_cost=TokenCost.of(self.model),
         )
+        if self.device.type == "cuda":
+            self._warm_up(runner)
         self._capture(runner)
         return Assembly(
             info=EngineInfo(
@@ -214,6 +217,11 @@ class _Assembler:
             dtype=dtype,
             device=self.device,
         )
+
+    def _warm_up(self, runner: Runner) -> None:
+        with self.world.together("making kernels", LOAD_TIMEOUT_S):
+            budget = self.rules.token_budget(self.config.max_num_batched_tokens)
+            warm_up(runner, self.rules, num_ranks=self.world.num_ranks, most_tokens=budget)
 
     def _capture(self, runner: Runner) -> None:
         """Graphs of decode steps, unless some rank cannot have them. Collective."""
