@@ -1,9 +1,9 @@
 """The one launcher of rank processes for tests: gloo on 127.0.0.1, a free port, no orphans.
 
 A worker is a plain top-level function ``worker(info: RankInfo, *args)``; what it returns comes back
-by rank. Ranks are forked from a server that has torch loaded, so a fresh set costs a fraction of a
-second; ``RankPool`` keeps them alive over many tests and gives every job a new process group, so a
-job that broke its group does no harm to the next.
+by rank. Ranks are forked from a server that has torch and transformers loaded, so a fresh set costs
+a fraction of a second; ``RankPool`` keeps them alive over many tests and gives every job a new
+process group, so a job that broke its group does no harm to the next.
 """
 
 import datetime
@@ -50,7 +50,8 @@ class RankPool:
     def __init__(self, max_ranks: int) -> None:
         self.max_ranks = max_ranks
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["torch", "torch.distributed", "numpy", __name__])
+        # With transformers, which most workers' modules import: once here, not in every rank.
+        self._context.set_forkserver_preload(["torch.distributed", "tests.tiny", __name__])
         self._ranks: list[tuple[BaseProcess, Connection]] = []
         self._store: dist.TCPStore | None = None
         self._num_jobs = 0

@@ -10,9 +10,15 @@ from moe_ep.config import EngineConfig
 from moe_ep.engine.request import EngineRequest
 from tests.emulators.device import emulated_kernels
 from tests.emulators.install import emulated
-from tests.engine.driver import RankResult, dealt, engine_worker, kernels_alone
-from tests.engine.test_parity import FP8, check_rows, config_for, prompt_requests, reference
-from tests.engine.test_parity import run as run_as_is
+from tests.engine.driver import RankResult, dealt, engine_worker
+from tests.engine.test_parity import (
+    FP8,
+    check_rows,
+    config_for,
+    prompt_requests,
+    reference,
+    shortened,
+)
 from tests.ranks import RankInfo, RankPool
 from tests.tiny import tiny_checkpoint
 
@@ -45,9 +51,18 @@ def check(rank_pool: RankPool, *, ep_size: int, major: int = 9, **flags: str) ->
     check_rows(results[:num_busy], reference(CASE, fp8=True, dtype="bfloat16"), FP8)
 
 
-@pytest.mark.parametrize("ep_size", [2, 4])
-@pytest.mark.parametrize("mode", ["auto", "normal"])
-@pytest.mark.parametrize("exchange", ["deepep", "deepep_v2"])
+# DeepEP v1 over four ranks: ``test_graphs_parity``.
+@pytest.mark.parametrize(
+    ("exchange", "mode", "ep_size"),
+    [
+        ("deepep", "auto", 2),
+        ("deepep", "normal", 2),
+        ("deepep_v2", "auto", 2),
+        ("deepep_v2", "normal", 2),
+        ("deepep_v2", "auto", 4),
+        ("deepep_v2", "normal", 4),
+    ],
+)
 def test_all_libraries_on_hopper(rank_pool, exchange: str, mode: str, ep_size: int):
     flags = {"moe_a2a_backend": exchange, "deepep_mode": mode}
     check(rank_pool, ep_size=ep_size, attention_backend="flash_mla", **flags)
@@ -66,25 +81,13 @@ def test_packed_scales_on_blackwell(rank_pool, exchange: str):
     check(rank_pool, ep_size=2, major=10, **flags)
 
 
-def kernel_engine_worker(
-    info: RankInfo, config: EngineConfig, requests: list[list[EngineRequest]]
-) -> RankResult:
-    with kernels_alone():
-        return engine_worker(info, config, requests)
-
-
-def test_one_rank_on_kernels_alone(rank_pool):
-    """The local exchange without a word from the host, the router, the latents: all in kernels."""
-    checkpoint = tiny_checkpoint("v3-steady", dtype="bfloat16", fp8=True)
-    flags = {"moe_runner_backend": "triton", "attention_backend": "triton"}
-    config = config_for(checkpoint, moe_a2a_backend="local", **flags)
-    requests = [prompt_requests()[:3]]
-    results = rank_pool.run(kernel_engine_worker, 1, config, requests, timeout_s=120)
-    check_rows(results, reference("v3-steady", fp8=True, dtype="bfloat16")[:3], FP8)
-
-
 def test_triton_kernels_in_their_interpreter(rank_pool):
+    """One of the texts grows into a second block. One rank: ``test_graphs``."""
+    num_prompts, num_new = 6, 3
     checkpoint = tiny_checkpoint("v3-steady", dtype="bfloat16", fp8=True)
     flags = {"moe_runner_backend": "triton", "attention_backend": "triton"}
-    results = run_as_is(rank_pool, config_for(checkpoint, ep_size=2, **flags))
-    check_rows(results, reference("v3-steady", fp8=True, dtype="bfloat16"), FP8)
+    config = config_for(checkpoint, ep_size=2, **flags)
+    requests = dealt(prompt_requests(num_new)[:num_prompts], 2)
+    results = rank_pool.run(engine_worker, 2, config, requests, timeout_s=120)
+    expected = reference("v3-steady", fp8=True, dtype="bfloat16")
+    check_rows(results, shortened(expected, num_prompts, num_new), FP8)

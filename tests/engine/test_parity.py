@@ -75,6 +75,11 @@ def reference(
     return found
 
 
+def shortened(expected, num_prompts: int, num_new: int) -> list[tuple[list[int], torch.Tensor]]:
+    """Of a reference the first prompts, and of each text the first tokens."""
+    return [(ids[:num_new], logits[:num_new]) for ids, logits in expected[:num_prompts]]
+
+
 def config_for(checkpoint: TinyCheckpoint, **flags) -> EngineConfig:
     return EngineConfig(**{"model": str(checkpoint.path), "num_kv_blocks": 64} | flags)
 

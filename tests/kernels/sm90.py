@@ -1,13 +1,15 @@
 """Compiles every kernel, with every configuration that a GPU would try, for Hopper, without one.
 
-Run as a program, it prints one JSON object a line per compiled kernel. Triton brings the whole tool
-chain down to machine code; only the launch needs a device. So the launchers are called as always,
-with a driver that says "sm_90" and with launches that stop after compiling.
+Run as a program, with the names of functions below, it prints one JSON object a line per compiled
+kernel. Triton brings the whole tool chain down to machine code; only the launch needs a device. So
+the launchers are called as always, with a driver that says "sm_90" and with launches that stop
+after compiling.
 """
 
 import json
 import re
 import subprocess
+import sys
 import tempfile
 from array import array
 from pathlib import Path
@@ -186,8 +188,5 @@ def prefills() -> None:
 
 if __name__ == "__main__":
     compile_instead_of_launching()
-    grouped_gemms()
-    rows()
-    routing()
-    attention()
-    prefills()
+    for name in sys.argv[1:]:
+        globals()[name]()

@@ -1,6 +1,10 @@
-"""Engines that break or tell at a known place; rank processes import them by name."""
+"""Engines that break or tell at a known place; rank processes import them by name.
+
+Nothing heavy is imported here: it would be imported in every rank.
+"""
 
 import threading
+import time
 from typing import Any
 
 from moe_ep.config import EngineConfig
@@ -56,6 +60,18 @@ class CallJournal(Engine):
 
     def load_records(self) -> Any:
         return list(self._calls)
+
+
+class SlowText(str):
+    """Takes its time where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _after_a_while, (str(self),)
+
+
+def _after_a_while(text: str) -> str:
+    time.sleep(0.1)
+    return text
 
 
 def path(engine: type[Any]) -> str:

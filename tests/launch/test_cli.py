@@ -19,6 +19,7 @@ from launch.benchmarks import BENCHMARKS
 from launch.cli import main
 from launch.demo.evaluate import SHIPPED_MODEL
 from tests.emulators.install import emulated
+from tests.launch.fake_client import FakeClient
 
 HEAVY = ("torch", "ray", "transformers", "fastapi", "pydantic", "uvicorn", "numpy", "rich")
 COMMANDS = ("demo", "generate", "serve", "run-batch", "check", "eplb", "bench")
@@ -126,8 +127,34 @@ def test_check_shows_backends_choices_and_versions(capsys: pytest.CaptureFixture
     assert "No problems" in text
 
 
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[subprocess.Popen, Path]]:
+    """``moe-ep serve`` in a process of its own, which starts while other tests run; its log."""
+    log = tmp_path_factory.mktemp("serving") / "log"
+    argv = [sys.executable, "-m", "launch.cli", "serve", *MODEL, "--port", "0"]
+    argv += ["--num-kv-blocks", "32", "--shutdown-timeout-s", "120"]
+    with log.open("wb") as stderr:
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    try:
+        yield process, log
+    finally:
+        process.kill()
+        process.wait(30)
+
+
+@pytest.fixture
+def served(serving: tuple[subprocess.Popen, Path]) -> tuple[subprocess.Popen, str]:
+    """The service, ready, by its URL."""
+    process, log = serving
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    match = re.search(r"http://\S+", line)
+    assert match, line + log.read_text()
+    return process, match.group()
+
+
 def test_generate_streams_all_prompts_in_order(
-    capsys: pytest.CaptureFixture[str], ray_cluster: None
+    capsys: pytest.CaptureFixture[str], serving: object, ray_cluster: None
 ):
     code = main(
         ["generate", *MODEL, "--num-kv-blocks", "32", "--temperature", "0", "--max-tokens", "5",
@@ -142,9 +169,11 @@ def test_generate_streams_all_prompts_in_order(
 
 
 def test_generate_refuses_what_the_engine_would(
-    capsys: pytest.CaptureFixture[str], ray_cluster: None
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
-    assert main(["generate", *MODEL, "--prompt-token-ids", "999", "--num-kv-blocks", "32"]) == 2
+    monkeypatch.setattr("launch.client.EngineClient", lambda *_, **__: FakeClient())
+    monkeypatch.setattr("launch.lifetime._log_settings", lambda client: None)
+    assert main(["generate", *MODEL, "--prompt-token-ids", "999"]) == 2
     assert "prompt[0]: 999 given" in capsys.readouterr().err
 
 
@@ -172,24 +201,6 @@ def test_sigterm_while_starting_is_code_130(
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     assert main(["generate", *MODEL, "--prompt", "x"]) == 130
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
-
-
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[tuple[subprocess.Popen, str]]:
-    """``moe-ep serve`` in a process of its own, by its URL."""
-    argv = [sys.executable, "-m", "launch.cli", "serve", *MODEL, "--port", "0"]
-    argv += ["--num-kv-blocks", "32"]
-    with (tmp_path / "log").open("wb") as log:
-        process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=log, text=True)
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline()
-        match = re.search(r"http://\S+", line)
-        assert match, line + (tmp_path / "log").read_text()
-        yield process, match.group()
-    finally:
-        process.kill()
-        process.wait(30)
 
 
 def test_sigterm_lets_streams_end_and_leaves_no_process(served: tuple[subprocess.Popen, str]):

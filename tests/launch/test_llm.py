@@ -13,7 +13,7 @@ from moe_ep import LLM, SamplingParams
 from moe_ep.config import ConfigError
 
 MODEL = Path(launch.demo.__file__).parent / "model"
-GREEDY = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True)
 PROMPTS = ["To be, or not to be", "def main(argv):\n", "Grüße — 你好"]
 
 
@@ -32,7 +32,7 @@ def test_results_come_in_the_order_of_the_prompts(llm: LLM):
         assert result.prompt_token_ids == tokenizer.encode(result.prompt)
         (output,) = result.outputs
         assert (output.index, output.finish_reason, output.stop_reason) == (0, "length", None)
-        assert len(output.token_ids) == 24
+        assert len(output.token_ids) == 16
         assert output.text == tokenizer.decode(output.token_ids, skip_special_tokens=True)
         assert output.logprobs is None
         assert output.cumulative_logprob is None
@@ -56,12 +56,12 @@ def test_a_stop_string_ends_the_text_before_it(llm: LLM):
     (free,) = llm.generate(PROMPTS[0], GREEDY)
     text = free.outputs[0].text
     stop = text[9:12]
-    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True, stop=(stop,))
+    params = SamplingParams(temperature=0.0, max_tokens=16, ignore_eos=True, stop=(stop,))
     (stopped,) = llm.generate(PROMPTS[0], params)
     (output,) = stopped.outputs
     assert output.text == text[: text.index(stop)]
     assert (output.finish_reason, output.stop_reason) == ("stop", stop)
-    assert len(output.token_ids) < 24
+    assert len(output.token_ids) < 16
     assert free.outputs[0].token_ids[: len(output.token_ids)] == output.token_ids
 
 

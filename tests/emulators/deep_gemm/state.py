@@ -15,15 +15,18 @@ class ProcessState:
     """What the two setters set: the alignment (128 in a new process) and the SMs (None: all).
 
     kernels: sizes of products so far. Which of them share a kernel is the library's secret.
+    restored: weights in float32, kept by ``gemms``.
     """
 
     mk_alignment: int = 128
     num_sms: int | None = None
     kernels: set[tuple[Any, ...]] = field(default_factory=set)
+    restored: dict[tuple[Any, ...], Any] = field(default_factory=dict)
 
     def reset(self) -> None:
         self.mk_alignment, self.num_sms = 128, None
         self.kernels.clear()
+        self.restored.clear()
 
 
 STATE = ProcessState()
