@@ -72,6 +72,7 @@ class Plan:
         seqs = config.max_num_seqs or self.batch
         return replace(
             config,
+            enable_prefix_caching=False,  # a decode starts from what nobody has computed
             max_num_seqs=seqs,
             max_num_batched_tokens=config.max_num_batched_tokens or max(tokens, seqs),
             max_model_len=config.max_model_len or self.request_len,
