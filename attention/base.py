@@ -51,6 +51,10 @@ class AttentionBatch:
     num_padded_tokens: int
 
     @property
+    def has_prefills(self) -> bool:
+        return self.num_decodes < len(self.query_lens)
+
+    @property
     def num_tokens(self) -> int:
         return sum(self.query_lens)
 

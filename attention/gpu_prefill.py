@@ -50,7 +50,7 @@ class Launch:
 
 def plan_launches(batch: AttentionBatch, device: torch.device) -> tuple[Launch, ...]:
     """The requests after the first ``num_decodes``, in token order. One copy to the device."""
-    if batch.num_decodes == len(batch.query_lens):
+    if not batch.has_prefills:
         return ()
     rows_of = CacheRows(batch)
     columns, products, are_final = [], [], []

@@ -91,6 +91,8 @@ class KeyGroup:
 
 def plan_prefills(batch: AttentionBatch, device: torch.device) -> Iterator[KeyGroup]:
     """The requests after the first ``num_decodes``, in token order."""
+    if not batch.has_prefills:
+        return
     rows_of = CacheRows(batch)
     for pieces in cut_keys(batch):
         rows = torch.cat([piece.cache_rows(rows_of) for piece in pieces])
